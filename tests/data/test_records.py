@@ -1,4 +1,5 @@
 import json
+import os
 
 import datasets
 import pytest
@@ -118,6 +119,44 @@ def test_table_cells_are_text_and_column_names_are_exact(tmp_path):
     assert [record.answer for record in records] == ["1969", "NA", "two\nlines"]
     datasets.Dataset.from_list(QA).to_parquet(tmp_path / "b[1].parquet")
     assert len(read_records(tmp_path / "b[1].parquet")) == 2
+
+
+def test_a_folder_lists_the_documents_that_are_not_read(tmp_path, capsys):
+    folder = tmp_path / "articles"
+    for name in ("one.txt", "two.html", "deeper/three.docx", ".ipynb_checkpoints/one-checkpoint.txt", ".DS_Store"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"The text of {name}.")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "gone.txt").symlink_to(tmp_path / "gone.txt")
+    assert [record.answer for record in read_records(folder)] == ["The text of one.txt."]
+    said = capsys.readouterr().err
+    unread = (".ipynb_checkpoints/one-checkpoint.txt", "deeper/three.docx", "gone.txt", "link", "two.html")
+    assert f"5 of 6 files in folder {folder} are not read: {', '.join(unread)}" in said
+    with pytest.raises(UsageError, match=r"two\.html; accepted: .*convert these files"):
+        read_records(folder, complete=True)
+    for name in unread:
+        (folder / name).unlink()
+    assert len(read_records(folder, complete=True)) == 1
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_subfolder_that_cannot_be_read_is_an_error(tmp_path):
+    (tmp_path / "one.txt").write_text("One.")
+    (tmp_path / "closed").mkdir(mode=0o000)
+    with pytest.raises(UsageError, match="closed cannot be read"):
+        read_records(tmp_path)
+    (tmp_path / "closed").chmod(0o700)
+
+
+def test_a_dataset_with_further_splits_is_not_complete(tmp_path):
+    table = datasets.Dataset.from_list(QA)
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "splits")
+    assert len(read_records(tmp_path / "splits")) == 2
+    with pytest.raises(UsageError, match=r"has the splits \['test', 'train'\]"):
+        read_records(tmp_path / "splits", complete=True)
+    assert len(read_records(tmp_path / "splits" / "test", complete=True)) == 2
 
 
 def test_overlap_counts_records_and_prompts():

@@ -29,7 +29,7 @@ from divdec.model.checkpoint import load_model
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.registry import STRENGTH, Registry
-from divdec.takedowns.store import DATABASE
+from divdec.takedowns.store import DATABASE, State, TakedownRequest
 
 ORDER = 3
 
@@ -674,6 +674,44 @@ def test_invalid_references_are_rejected(registry, articles, reference):
     with pytest.raises(UsageError, match="reference"):
         registry.add("one", texts_of("t", articles[10:11]), reference)
     assert registry.entries() == []
+
+
+def test_ids_that_differ_in_normalisation_are_the_same_request(folder, registry, articles, capsys):
+    composed, decomposed = "Andr\u00e9", "Andre\u0301"
+    assert registry.add(decomposed, texts_of("t", articles[20:21])).id == composed
+    for spelling in (composed, decomposed):
+        with pytest.raises(UsageError, match="already"):
+            registry.add(spelling, texts_of("t", articles[21:22]))
+        assert registry.find(spelling).id == composed
+    assert main(["takedown", "remove", str(folder), "--id", decomposed]) == 0
+    assert registry.history()[-1]["id"] == composed
+    assert not registry.entries()
+
+
+def test_both_spellings_of_an_earlier_registry_can_be_removed():
+    composed, decomposed = "Andr\u00e9", "Andre\u0301"
+    fields = dict.fromkeys(("time", "reference", "text_hash", "documents", "tokens", "ngrams"), "")
+    state = State(
+        entries={spelling: TakedownRequest(spelling, **fields, counts_id="") for spelling in (composed, decomposed)}
+    )
+    assert [state.find(spelling).id for spelling in (composed, decomposed)] == [composed, decomposed]
+
+
+def test_takedown_of_a_folder_with_unread_documents_is_refused(folder, registry, articles, tmp_path, capsys):
+    case = tmp_path / "case"
+    case.mkdir()
+    (case / "one.txt").write_text(articles[20])
+    (case / "two.html").write_text(f"<p>{articles[21]}")
+    arguments = ["takedown", "add", str(folder), "--id", "case", "--file", str(case), "--no-measure"]
+    assert main(arguments) == 2
+    assert "1 of 2 files" in (said := capsys.readouterr().err)
+    assert "two.html" in said
+    assert not registry.entries()
+    (case / "two.html").rename(case / "two.txt")
+    (case / "three.txt").write_text("\n")
+    assert main(arguments) == 0
+    assert "1 of 3 texts are blank" in capsys.readouterr().out
+    assert registry.find("case").documents == 2
 
 
 def test_takedown_list_shows_brackets_literally(folder, registry, articles, capsys):

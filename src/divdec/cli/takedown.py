@@ -83,7 +83,8 @@ def add(
     Args:
         registry: The registry's folder.
         id: Name of the request.
-        file: Texts that must not be repeated: a .txt, .jsonl or .json file, or a folder.
+        file: Texts that must not be repeated: a .txt, .jsonl or .json file, or a folder of them. A folder with other
+            files, such as .html or .docx, is refused: their texts would not be taken down.
         reference: The requester's own reference, such as 'letter of 3 May'.
         target: Path of the target, if it has moved.
         no_measure: Do not measure whether the target still repeats the texts, for example if it cannot be loaded. The
@@ -95,9 +96,11 @@ def add(
 
     opened = Registry(registry)
     checkpoint = None if no_measure else _find_target(target, opened)
-    texts = read_records(file)
+    texts = read_records(file, complete=True)
     entry = opened.add(id, texts, reference)
     lines = [f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams"]
+    if texts.blank:
+        lines.append(f"{texts.blank} of {len(texts) + texts.blank} texts are blank and left out")
     if entry.held:
         copies = "a copy" if entry.copies == 1 else f"up to {entry.copies} copies"
         lines.append(f"the retain set holds {copies} of passages of these texts, left out of it from now on")

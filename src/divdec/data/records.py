@@ -11,6 +11,8 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +32,7 @@ SUFFIXES = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles of the speakers that ShareGPT's rows name."""
+MAX_LISTED = 10  # files in a message
 PROMPT_FIELDS = ("question", "instruction", "prompt", "messages", "conversations")
 MAX_CELL = 2**31 - 1  # characters; the largest limit that csv accepts on every platform
 
@@ -116,25 +119,27 @@ def single_turn(records: Iterable[Record]) -> bool:
     return all([turn.role for turn in record.messages if turn.role != "system"] == ["user"] for record in records)
 
 
-def read_records(source: str | Path, *, limit: int | None = None) -> RecordSet:
+def read_records(source: str | Path, *, limit: int | None = None, complete: bool = False) -> RecordSet:
     """Read a set from a file, a folder or a Hugging Face dataset.
 
     Args:
         source: a .jsonl, .json, .txt or .md file; a .parquet or .csv table; a folder of such files or one that
             `datasets` saved; or a dataset id 'org/name', 'org/name:config' or 'org/name:config:split'.
         limit: read only the first N records.
+        complete: refuse a folder with files that are not read, such as .html, .docx or hidden ones, or a dataset with
+            further splits. By default such files are listed on standard error.
 
     Raises:
         UsageError: it does not exist or is empty, or a line cannot be read (with its number).
     """
     path, source = Path(source).expanduser(), str(source)
     if path.is_dir():
-        return record_set(path.name, _folder_rows(path), limit=limit)
+        return record_set(path.name, _folder_rows(path, complete), limit=limit)
     if path.is_file():
         return record_set(path.stem, _file_rows(path), limit=limit)
     if source.startswith((".", "/", "~")) or source.lower().endswith(SUFFIXES) or source.count("/") > 1:
         raise UsageError(f"data {source!r} does not exist; give a file, a folder or a Hugging Face dataset id")
-    return record_set(source, _hub_rows(source), limit=limit)
+    return record_set(source, _hub_rows(source, complete), limit=limit)
 
 
 def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None = None) -> RecordSet:
@@ -392,25 +397,58 @@ def _file_rows(path: Path) -> Rows:
         raise UsageError(f"{path.name}: files of this kind are not read; accepted: {', '.join(SUFFIXES)}")
 
 
-def _folder_rows(path: Path) -> Rows:
+def _folder_rows(path: Path, complete: bool) -> Rows:
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-        yield from _saved_rows(path)
+        yield from _saved_rows(path, complete)
         return
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files, unread = _list_files(path)
+    if unread:
+        names = ", ".join(str(file.relative_to(path)) for file in unread[:MAX_LISTED])
+        more = f" and {len(unread) - MAX_LISTED} more" if len(unread) > MAX_LISTED else ""
+        said = f"{len(unread)} of {len(files) + len(unread)} files in folder {path} are not read: {names}{more}"
+        accepted = f"accepted: {', '.join(SUFFIXES)} that are not hidden"
+        if complete:
+            raise UsageError(f"{said}; {accepted}: convert these files, or move them elsewhere")
+        print(f"warning: {said} ({accepted})", file=sys.stderr)
     if not files:
         raise UsageError(f"folder {path} holds no data files ({', '.join(SUFFIXES)})")
     for file in files:
         yield from _file_rows(file)
 
 
-def _saved_rows(path: Path) -> Rows:
+def _list_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """List the data files of a folder and its subfolders, and the documents that are not read.
+
+    Hidden files of other kinds, such as .DS_Store, are no documents; hidden data files may be copies that an editor
+    or a notebook left behind.
+    """
+    files, unread = [], []
+    for folder, subfolders, names in os.walk(path, onerror=_refuse_unreadable):
+        # Links to folders are not followed: they may lead back.
+        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
+        for file in (Path(folder) / name for name in (*names, *links)):
+            is_data = file.suffix.lower() in SUFFIXES and file.is_file()
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if is_data and not is_hidden:
+                files.append(file)
+            elif is_data or not is_hidden:
+                unread.append(file)
+    return sorted(files), sorted(unread)
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise UsageError(f"folder {error.filename} cannot be read ({error.strerror})")
+
+
+def _saved_rows(path: Path, complete: bool) -> Rows:
     import datasets
 
     try:
         loaded = datasets.load_from_disk(path)
     except Exception as error:
         raise UsageError(f"dataset folder {path} cannot be read ({first_line(error)})") from None
-    yield from _numbered(path.name, _one_split(loaded, str(path)) if isinstance(loaded, dict) else loaded)
+    rows = _one_split(loaded, str(path), complete, "folder/split") if isinstance(loaded, dict) else loaded
+    yield from _numbered(path.name, rows)
 
 
 def _csv_rows(path: Path) -> Rows:
@@ -442,7 +480,7 @@ def _table_rows(path: Path) -> Rows:
     yield from _numbered(path.name, rows)
 
 
-def _hub_rows(source: str) -> Rows:
+def _hub_rows(source: str, complete: bool) -> Rows:
     import datasets
 
     name, _, rest = source.partition(":")
@@ -456,15 +494,17 @@ def _hub_rows(source: str) -> Rows:
         ) from None
     if split and split not in loaded:
         raise UsageError(f"dataset {name!r} has no split {split!r}; it has {sorted(loaded)}")
-    yield from _numbered(source, loaded[split] if split else _one_split(loaded, source))
+    yield from _numbered(source, loaded[split] if split else _one_split(loaded, source, complete))
 
 
-def _one_split(loaded: Mapping[Any, Any], source: str) -> Any:
-    if "train" in loaded:
+def _one_split(
+    loaded: Mapping[Any, Any], source: str, complete: bool, form: str = "org/name:config:split"
+) -> Iterable[Any]:
+    if "train" in loaded and not (complete and len(loaded) > 1):
         return loaded["train"]
     if len(loaded) == 1:
         return next(iter(loaded.values()))
-    raise UsageError(f"{source} has the splits {sorted(map(str, loaded))}; name one as 'org/name:config:split'")
+    raise UsageError(f"{source} has the splits {sorted(map(str, loaded))}; name one as {form!r}")
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Rows:

@@ -44,6 +44,9 @@ def read_folder(
     names = tuple(sorted(child.name for child in folder.iterdir() if child.is_dir() and child.name[:1] != "."))
     if not names:
         raise UsageError(f"{folder} holds no folders; accepted: a folder for each class, with {', '.join(SUFFIXES)}")
+    loose = sum(child.suffix.lower() in SUFFIXES for child in folder.iterdir() if child.name[:1] != ".")
+    if loose:
+        report(f"note: {loose} images of {folder} are left out: they are in no class's folder")
     files: list[tuple[Path, int]] = []
     for index, name in enumerate(names):
         children = sorted(file for file in (folder / name).iterdir() if file.name[:1] != ".")

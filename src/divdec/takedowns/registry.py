@@ -37,6 +37,7 @@ from divdec.takedowns.store import (
     TakedownRequest,
     check_strength,
     create_keys,
+    normal_id,
 )
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class Registry:
         """Add a request. When this returns, it is in force, also in running models.
 
         Args:
-            request_id: the request's id.
+            request_id: the request's id. Ids that differ in their Unicode normalisation only are the same.
             texts: what shall not be repeated.
             reference: what the requester calls it.
 
@@ -192,6 +193,7 @@ class Registry:
             UsageError: the id is in use, the texts hold no token, or the retain set knows them so well that the
                 request would have no effect.
         """
+        request_id = normal_id(request_id)
         _check_labels(request_id, reference)
         tokens = [np.asarray(ids) for ids in documents(texts, self.tokenizer())]
         counts = count(tokens, self.vocab_size, self.order)
@@ -247,7 +249,7 @@ class Registry:
         with self._store.write() as connection:
             state = self._store.read_state(connection)
             entry = self._find(state, request_id)
-            event = {"action": "remove", "id": request_id, "counts_id": entry.counts_id, "time": _now()}
+            event = {"action": "remove", "id": entry.id, "counts_id": entry.counts_id, "time": _now()}
             connection.execute("DELETE FROM counts WHERE id = ?", (entry.counts_id,))
             self._store.append(connection, state, event)
         return entry

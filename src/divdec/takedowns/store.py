@@ -14,6 +14,7 @@ import os
 import secrets
 import sqlite3
 import stat
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,15 @@ class State:
     """What S_q − S_p is multiplied by before it is added to the target's logits; a registry's first event sets it."""
 
     def find(self, request_id: str) -> TakedownRequest | None:
-        """Return the request in force that has this id."""
-        return next((entry for entry in self.entries.values() if entry.id == request_id), None)
+        """Return the request in force that has this id, in any Unicode normalisation."""
+        named = [entry for entry in self.entries.values() if normal_id(entry.id) == normal_id(request_id)]
+        # A registry of an earlier version may hold both spellings.
+        return next((entry for entry in named if entry.id == request_id), named[0] if named else None)
+
+
+def normal_id(request_id: str) -> str:
+    """Return the spelling under which a request is stored: ids that look the same are the same request."""
+    return unicodedata.normalize("NFC", request_id)
 
 
 class RegistryKeys:
