@@ -29,6 +29,14 @@ def test_images_round_trip_through_files(folder, digits):
     assert torch.equal(coloured, images.expand(-1, 3, -1, -1))
 
 
+def test_images_outside_the_class_folders_are_reported(folder, digits):
+    write_png(digits[0][0], folder / "loose.png")
+    said = []
+    images, _, _ = read_folder(folder, 1, (8, 8), report=said.append)
+    assert len(images) == 4
+    assert said == [f"note: 1 images of {folder} are left out: they are in no class's folder"]
+
+
 def test_sizes(folder):
     Image.fromarray(numpy.arange(40 * 20, dtype=numpy.uint8).reshape(40, 20)).save(folder / "digit 0" / "large.png")
     with pytest.raises(UsageError, match=r"large\.png has 40×20 pixels; accepted: 8×8, or any with --resize"):

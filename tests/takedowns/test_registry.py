@@ -730,8 +730,8 @@ def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
         command = [sys.executable, "-m", "divdec.cli", "takedown", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
-    def here(*arguments):
-        assert main(["takedown", *arguments]) == 0
+    def here(*arguments, code=0):
+        assert main(["takedown", *arguments]) == code
         return capsys.readouterr().out
 
     registry, target = str(tmp_path / "takedowns"), str(checkpoints / "target")
@@ -740,7 +740,8 @@ def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
     model = DivergenceForCausalLM.from_pretrained(bundle)
     ids = ids_of(Registry(registry), articles[20], 12)
     before = model(ids).logits
-    added = json.loads(here("add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json"))
+    # The target recites nothing before either.
+    added = json.loads(here("add", registry, "--id", "x", "--file", str(tmp_path / "article.txt"), "--json", code=3))
     assert (added["measured"]["passages"], added["measured"]["recited_after"]) == (4, 0)
     assert added["tokens"] == len(documents_of(Registry(registry), articles[20:21])[0])
     following = ids[0, 6]
