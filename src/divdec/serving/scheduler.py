@@ -21,7 +21,7 @@ from divdec.experts.neural import stateful_types
 from divdec.experts.protocol import holds_tokens
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
-from divdec.serving.suppression import suppressed_share
+from divdec.serving.suppression import SuppressionPass
 
 PREFILL_CHUNK = 512  # prompt tokens per prefill chunk, between two decoding steps
 PREFILL_LOGITS = 1 << 24  # logits of prompts that are held at a time where all of them are needed
@@ -214,25 +214,28 @@ class Scheduler:
         self._separate = _needs_separate_passes(model)
         self._prefills: list[Prefill] = []
         self._groups: list[Group] = []
+        # Finished requests with their last outputs, to which the share is added.
+        self._measurements: list[tuple[Request, RequestOutput, SuppressionPass]] = []
         self._outputs: StepOutput = []
 
     @property
     def running(self) -> int:
-        """Number of requests that are prefilling or decoding."""
-        return sum(len(group.requests) for group in [*self._groups, *self._prefills])
+        """Number of requests that are prefilling, decoding or being measured."""
+        return sum(len(group.requests) for group in [*self._groups, *self._prefills]) + len(self._measurements)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self.waiting or self._prefills or self._groups)
+        return bool(self.waiting or self._prefills or self._groups or self._measurements)
 
     def step(self) -> StepOutput:
-        """Read a chunk of each prefill and advance every decoding request."""
+        """Read a chunk of each prefill, advance every decoding request, and measure a chunk of finished ones."""
         try:
             self._drop_aborted()
             self._admit()
             self._prefill()
             self._decode()
+            self._measure()
         except Exception as error:  # an error in the scheduler itself: send it to every client
             _log.exception("the scheduler failed")
             return self.abort_all(error)
@@ -243,7 +246,8 @@ class Scheduler:
         """End every request with an error, after its pending outputs."""
         requests = [self.waiting.popleft() for _ in range(len(self.waiting))]
         requests += [request for group in (*self._prefills, *self._groups) for request in group.requests]
-        self._groups, self._prefills = [], []
+        requests += [request for request, *_ in self._measurements]
+        self._groups, self._prefills, self._measurements = [], [], []
         self._fail(requests, error)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -254,6 +258,7 @@ class Scheduler:
         self._prefills = [
             prefill for prefill in self._prefills if not all(request.aborted for request in prefill.requests)
         ]
+        self._measurements = [item for item in self._measurements if not item[0].aborted]
         for group in self._groups:
             self._drop(group, [request for request in group.requests if request.aborted])
         self._groups = [group for group in self._groups if group.requests]
@@ -356,25 +361,42 @@ class Scheduler:
             request.failed_in_batch = False
             self.generated_tokens += len(output.tokens)
             if self._measure_suppression and output.finish_reason is not None:
-                try:
-                    output = self._with_suppressed_share(request, output)
-                except Exception as error:
-                    self._fail([request], error)
-                    finished.append(request)
-                    continue
-            self._outputs.append((request, output))
+                self._start_measurement(request, output)
+            else:
+                self._outputs.append((request, output))
             if output.finish_reason is not None:
                 finished.append(request)
         if finished:
             self._drop(group, finished)
 
-    def _with_suppressed_share(self, request: Request, output: RequestOutput) -> RequestOutput:
-        """Add what steering took to the last output of a request, by one more pass over prompt and reply."""
+    def _start_measurement(self, request: Request, output: RequestOutput) -> None:
+        """Begin one more pass over prompt and reply, whose result is added to the last output of a request."""
         chunk = min(self._chunk(request), max(1, PREFILL_LOGITS // self._model.vocab_size))
-        share = suppressed_share(
-            self._model, request.tokens, len(request.prompt), len(request.tokens) if self._separate else chunk
-        )
-        return dataclasses.replace(output, suppressed=share)
+        try:
+            measurement = SuppressionPass(
+                self._model, request.tokens, len(request.prompt), len(request.tokens) if self._separate else chunk
+            )
+        except Exception as error:
+            self._fail([request], error)
+        else:
+            self._measurements.append((request, output, measurement))
+
+    def _measure(self) -> None:
+        """Measure as many tokens as a chunk of a prefill has, of the replies that finished first."""
+        left = PREFILL_CHUNK
+        while self._measurements and left > 0:
+            request, output, measurement = self._measurements[0]
+            self.steps += 1
+            left -= min(measurement.chunk, len(request.tokens))
+            try:
+                share = measurement.step()
+            except Exception as error:
+                self._measurements.pop(0)
+                self._fail([request], error)
+                continue
+            if share is not None:
+                self._measurements.pop(0)
+                self._outputs.append((request, dataclasses.replace(output, suppressed=share)))
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Run each request alone, and fail those that raise an error alone."""

@@ -17,33 +17,57 @@ if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM
 
 
-@torch.inference_mode()
-def suppressed_share(model: DivergenceForCausalLM, tokens: Sequence[int], prompt_length: int, chunk: int) -> float:
-    """Return the largest share of probability that steering took at one token of a reply.
+class SuppressionPass:
+    """A pass over prompt and reply that measures what steering took, by chunks, so that other requests do not wait.
 
-    Args:
-        model: the steered model.
-        tokens: prompt and reply.
-        prompt_length: tokens of the prompt, at least 1.
-        chunk: tokens in one pass.
-
-    Raises:
-        FailedClosed: a logit is not finite.
+    Attributes:
+        chunk: tokens in one step.
     """
-    cache, eligible = model.new_cache(), model.steering.eligible(model.vocab_size)
-    ids = torch.tensor([list(tokens[:-1])], device=model.device)
-    largest = torch.zeros((), device=model.device)
-    for start in range(0, ids.shape[1], chunk):
-        end = min(start + chunk, ids.shape[1])
-        keep = min(end - start, end - prompt_length + 1)  # after the prompt's last token comes the reply's first
-        if model.takedowns is not None:
-            assert cache.takedowns is not None
-            model.takedowns.begin(cache.takedowns)
-        target, corrected, divergence = model.unsteered_components(ids[:, start:end], cache, max(keep, 1))
-        if keep > 0:
-            if eligible is not None:
-                eligible = eligible.to(corrected.device)
-            steered = model.steering.apply(corrected, divergence, eligible)
-            taken = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
-            largest = torch.maximum(largest, taken.max().to(largest.device))  # NaN stays NaN, which is refused
-    return float(largest)
+
+    def __init__(self, model: DivergenceForCausalLM, tokens: Sequence[int], prompt_length: int, chunk: int) -> None:
+        """Prepare.
+
+        Args:
+            model: the steered model.
+            tokens: prompt and reply.
+            prompt_length: tokens of the prompt, at least 1.
+            chunk: tokens in one step.
+        """
+        self.chunk = chunk
+        self._model, self._prompt_length = model, prompt_length
+        self._cache, self._eligible = model.new_cache(), model.steering.eligible(model.vocab_size)
+        self._ids = torch.tensor([list(tokens[:-1])], device=model.device)
+        self._largest = torch.zeros((), device=model.device)
+        self._read = 0
+
+    @torch.inference_mode()
+    def step(self) -> float | None:
+        """Read the next chunk. After the last one, return the largest share that steering took at one token.
+
+        Raises:
+            FailedClosed: a logit is not finite.
+        """
+        model, start = self._model, self._read
+        self._read = end = min(start + self.chunk, self._ids.shape[1])
+        if start < end:
+            keep = min(end - start, end - self._prompt_length + 1)  # after the prompt's last token, the reply's first
+            if model.takedowns is not None:
+                assert self._cache.takedowns is not None
+                model.takedowns.begin(self._cache.takedowns)
+            chunk = self._ids[:, start:end]
+            target, corrected, divergence = model.unsteered_components(chunk, self._cache, max(keep, 1))
+            if keep > 0:
+                eligible = None if self._eligible is None else self._eligible.to(corrected.device)
+                steered = model.steering.apply(corrected, divergence, eligible)
+                taken = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
+                # NaN stays NaN, which is refused.
+                self._largest = torch.maximum(self._largest, taken.max().to(self._largest.device))
+        return float(self._largest) if end == self._ids.shape[1] else None
+
+
+def suppressed_share(model: DivergenceForCausalLM, tokens: Sequence[int], prompt_length: int, chunk: int) -> float:
+    """Return the largest share of probability that steering took at one token of a reply; see `SuppressionPass`."""
+    measurement = SuppressionPass(model, tokens, prompt_length, chunk)
+    while (share := measurement.step()) is None:
+        pass
+    return share

@@ -107,7 +107,7 @@ def test_reply_that_cannot_be_measured_is_an_error(running, monkeypatch):
     def fail(*arguments):
         raise FailedClosed("not finite")
 
-    monkeypatch.setattr(scheduler, "suppressed_share", fail)
+    monkeypatch.setattr(scheduler.SuppressionPass, "step", fail)
     with running(action="refuse") as address:
         response = httpx.post(f"{address}/v1/completions", json=TEXT, timeout=60)
     assert response.status_code == 500

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import time
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from divdec import DivergenceForCausalLM
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving.scheduler import Closing
-from engines import Failing, alone, answered_tokens, greedy, run
+from divdec.serving.scheduler import Closing, Scheduler
+from divdec.serving.suppression import SuppressionPass, suppressed_share
+from engines import Failing, alone, answer, answered_tokens, greedy, run, tokens_of
 from exactness import assert_same_answer
 
 
@@ -95,6 +97,58 @@ def test_short_prompt_is_not_blocked_by_long_prefill(model, tokenizer, monkeypat
     for prompt, tokens in zip((long, [*long, 7], [7, 8]), run(model, tokenizer, work), strict=True):
         assert_same_answer(model, prompt, tokens, alone(model, prompt, 2, eos_token_id=None))
     assert finished == ["short", "long", "longer"]
+
+
+def test_measuring_a_long_reply_does_not_block_other_requests(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
+    measured = [0]  # tokens, by step of the scheduler
+    step, components = Scheduler.step, type(model).unsteered_components
+
+    def counted_step(self):
+        measured.append(0)
+        return step(self)
+
+    def counted_components(self, input_ids, *arguments):
+        measured[-1] += input_ids.numel()
+        return components(self, input_ids, *arguments)
+
+    monkeypatch.setattr(Scheduler, "step", counted_step)
+    monkeypatch.setattr(type(model), "unsteered_components", counted_components)
+    prompts = [[5 + index % 400 for index in range(200)], [7, 8], [9, 8, 7]]
+
+    async def work(engine):
+        return await asyncio.gather(
+            *(
+                answer(engine, prompt, greedy(number, ignore_eos=True))
+                for prompt, number in zip(prompts, (2, 90, 3), strict=True)
+            )
+        )
+
+    outputs = run(model, tokenizer, work, measure_suppression=True)
+    assert max(measured) <= 2 * 4  # a chunk of the long reply may follow the short end of another
+    assert sum(measured) == (200 + 1) + (2 + 89) + (3 + 2)
+    for prompt, reply in zip(prompts, outputs, strict=True):
+        assert [output.suppressed for output in reply[:-1]] == [None] * (len(reply) - 1)
+        expected = suppressed_share(model, prompt + tokens_of(reply), len(prompt), 4)
+        assert reply[-1].suppressed == pytest.approx(expected, abs=1e-5)
+
+
+def test_reply_whose_client_has_gone_is_not_measured(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
+    step = SuppressionPass.step
+    monkeypatch.setattr(SuppressionPass, "step", lambda self: (time.sleep(0.02), step(self))[1])
+
+    async def work(engine):
+        task = asyncio.create_task(answer(engine, [5 + index for index in range(200)], greedy(1)))
+        while not engine.scheduler._measurements:
+            await asyncio.sleep(0.001)
+        assert engine.scheduler.running == 1
+        task.cancel()
+        while engine.scheduler.has_work:
+            await asyncio.sleep(0.001)
+        return engine.scheduler.steps
+
+    assert run(model, tokenizer, work, measure_suppression=True) < 90  # of 50 for the prompt and 50 for the reply
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
