@@ -226,6 +226,18 @@ class TestRejectsInvalidInput:
         other.save_pretrained(own_checkpoints / "forget")
         self.refused(own_checkpoints, tmp_path, "forget_auxiliary .* has another vocabulary than the target")
 
+    def test_additional_tokens_of_one_auxiliary(self, own_checkpoints, tmp_path):
+        """A bridge would be refused too, so the error does not suggest it."""
+        from divdec.model.checkpoint import load_tokenizer
+
+        tokenizer = load_tokenizer(own_checkpoints / "forget")
+        tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
+        tokenizer.save_pretrained(own_checkpoints / "forget")
+        advice = (
+            "'<|extra|>' is .* against None; both auxiliaries must have one vocabulary: train forget_auxiliary again"
+        )
+        self.refused(own_checkpoints, tmp_path, advice.replace("|", "[|]"))
+
     def test_an_auxiliary_without_a_tokenizer(self, own_checkpoints, tmp_path):
         for file in (own_checkpoints / "retain").glob("token*"):
             file.unlink()

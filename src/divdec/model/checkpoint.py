@@ -401,15 +401,19 @@ def check_widths(
 
 def check_same_vocabulary(tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]) -> None:
     """Refuse tokenizers with different tokens or token ids."""
-    (first, reference), *others = tokenizers.items()
-    vocabulary = reference.get_vocab()
-    for part, tokenizer in others:
-        other = tokenizer.get_vocab()
+    (first, vocabulary), *others = ((part, tokenizer.get_vocab()) for part, tokenizer in tokenizers.items())
+    for part, other in others:
         if other != vocabulary:
             differing = next(token for token in {**vocabulary, **other} if vocabulary.get(token) != other.get(token))
+            # A bridge leads from the target to auxiliaries that have one tokenizer.
+            bridges = first in ("target", "provider") and all(other == another for _, another in others)
             raise UsageError(
                 f"{part} ({paths[part]}) has another vocabulary than the {first} ({paths[first]}): "
                 f"{len(other)} tokens against {len(vocabulary)}, and token {differing!r} is "
                 f"{other.get(differing)} against {vocabulary.get(differing)}; "
-                "auxiliaries must share it (those of another tokenizer than the target's steer it with --bridge)"
+                + (
+                    "auxiliaries must share it (those of another tokenizer than the target's steer it with --bridge)"
+                    if bridges
+                    else f"both auxiliaries must have one vocabulary: train {part} again with the {first}'s tokenizer"
+                )
             )
