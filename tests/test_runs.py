@@ -1,6 +1,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,11 +78,12 @@ def test_run_record_contains_settings_metrics_and_versions():
 
 def test_interrupted_run_resumes_and_finished_run_requires_overwrite(tmp_path):
     output, work = tmp_path / "out", {"lr": 1, "data": "a"}
-    run = RunFolder.open(output, "train", work, work)
-    assert not run.resumed
-    assert read_record(output)["status"] == "running"
-    (output / "checkpoint").write_text("x")
-    assert RunFolder.open(output, "train", work, work, overwrite=True, stale=("check*",)).resumed
+    with RunFolder.open(output, "train", work, work) as run:
+        assert not run.resumed
+        assert read_record(output)["status"] == "running"
+        (output / "checkpoint").write_text("x")
+    with RunFolder.open(output, "train", work, work, overwrite=True, stale=("check*",)) as run:
+        assert run.resumed
     assert (output / "checkpoint").exists()
     with pytest.raises(UsageError, match=r"unfinished run .*\(lr differ\)"):
         RunFolder.open(output, "train", {"lr": 2}, {"lr": 2})
@@ -90,17 +93,52 @@ def test_interrupted_run_resumes_and_finished_run_requires_overwrite(tmp_path):
         RunFolder.open(output, "train", work, work)
     with pytest.raises(UsageError, match="not an earlier result"):
         RunFolder.open(output, "eval", work, work, overwrite=True)
-    assert RunFolder.open(output, "train", work, work, extend=True).resumed
+    with RunFolder.open(output, "train", work, work, extend=True) as run:
+        assert run.resumed
     with pytest.raises(UsageError, match=r"holds a run .*\(data differ\)"):
         RunFolder.open(output, "train", work, {"lr": 1, "data": "b"}, extend=True)
-    assert not RunFolder.open(output, "train", work, work, overwrite=True, stale=("check*",)).resumed
-    assert sorted(os.listdir(output)) == ["run.json"]
+    with RunFolder.open(output, "train", work, work, overwrite=True, stale=("*",)) as run:
+        assert not run.resumed
+    assert os.listdir(output) == ["run.json"]
 
 
 def test_locked_folder_rejects_second_process(tmp_path):
-    run = RunFolder.open(tmp_path / "out", "compare", {}, {})
-    with run.locked(), pytest.raises(UsageError, match="another"), run.locked():
-        pass
+    run = RunFolder.open(tmp_path / "out", "train", {"lr": 1}, {"lr": 1})
+    (tmp_path / "out" / "work").write_text("hours")
+    for decides in ({"lr": 1}, {"lr": 2}):
+        with pytest.raises(UsageError, match=r"another `divdec train` is running in .*; wait for it"):
+            RunFolder.open(tmp_path / "out", "train", decides, decides, overwrite=True, stale=("*",))
+    assert (tmp_path / "out" / "work").read_text() == "hours"
+    with run:
+        run.finish()
+    with RunFolder.open(tmp_path / "out", "train", {"lr": 2}, {"lr": 2}, overwrite=True, stale=("*",)) as other:
+        assert not other.resumed
+        assert sorted(os.listdir(tmp_path / "out")) == [".lock", "run.json"]
+    assert os.listdir(tmp_path / "out") == ["run.json"]
+
+
+def test_lock_of_a_killed_process_does_not_block(tmp_path):
+    program = (
+        "import pathlib, sys, time; from divdec.runs import RunFolder\n"
+        "run = RunFolder.open(pathlib.Path(sys.argv[1]), 'train', {}, {}); print('open', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(UsageError, match="another `divdec train` is running"):
+            RunFolder.open(tmp_path / "out", "train", {}, {})
+        process.kill()
+    with RunFolder.open(tmp_path / "out", "train", {}, {}) as run:
+        assert run.resumed
+
+
+def test_foreign_folder_gets_no_lock(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        RunFolder.open(tmp_path / "mine", "train", {}, {})
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
 
 
 def test_resumable_output_drops_truncated_line(tmp_path):

@@ -22,9 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 RECORD = "run.json"
 LOCK = ".lock"
@@ -34,15 +37,22 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Output folder of a run that can be interrupted and resumed."""
+    """Output folder of a run that can be interrupted and resumed; a context manager that holds the folder's lock.
+
+    The operating system releases the lock of a process that was killed.
+    """
 
     path: Path
     verb: str
     settings: Any
     fingerprint: str
     """Digest of what decides the result."""
+    inputs: dict[str, str]
+    """Digests of the fields of what decides the result, for error messages."""
     resumed: bool
     """Whether the folder holds an interrupted run of the same work."""
+    lock: FileLock | None = dataclasses.field(default=None, repr=False)
+    """The folder's lock; None in the other processes of a run."""
 
     @classmethod
     def open(
@@ -55,11 +65,10 @@ class RunFolder:
         overwrite: bool = False,
         extend: bool = False,
         stale: Sequence[str] = (),
-        is_main: bool = True,
-        wait: Callable[[], object] = lambda: None,
+        on_main: Callable[[Callable[[], RunFolder]], RunFolder] = lambda work: work(),
         **content: Any,
     ) -> RunFolder:
-        """Open an output folder: resume the run in it, or begin a new one.
+        """Lock an output folder, and resume the run in it or begin a new one.
 
         A new run writes a `run.json` with the status "running".
 
@@ -68,68 +77,105 @@ class RunFolder:
             verb: name of the command in `run.json`; only results of the same verb are overwritten.
             settings: a dataclass or a JSON value, for `run.json`.
             decides: JSON value of everything that decides the result. Where it is an object, an error names those
-                of its fields that differ from the settings in `run.json`.
+                of its fields that differ.
             overwrite: replace an earlier result, or an interrupted run with other settings. An interrupted run of
                 the same work is resumed nevertheless.
             extend: also resume a finished run of the same work, to add to it.
             stale: files and folders in `path` to remove when a new run begins; glob patterns.
-            is_main: whether this process writes, of several that open the folder together.
-            wait: barrier of these processes, such as `PartialState().wait_for_everyone`.
+            on_main: does the work in the main process of several, and returns its result in all of them.
             **content: further fields of `run.json` while the run is unfinished.
 
         Raises:
-            UsageError: the folder holds another run and `overwrite` is False, or see `check_output`.
+            UsageError: another process is running in the folder, the folder holds another run and `overwrite` is
+                False, or see `check_output`.
         """
         fingerprint = settings_hash(decides)
-        earlier = (read_record(path) if path.is_dir() else None) or {}
+        inputs = {name: settings_hash(value) for name, value in decides.items()} if isinstance(decides, dict) else {}
+        unlocked = cls(path, verb, settings, fingerprint, inputs, resumed=False)
+
+        def work() -> RunFolder:
+            unlocked._can_resume(overwrite, extend)  # a foreign folder gets no lock
+            path.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(
+                path / LOCK, f"another `divdec {verb}` is running in {path}; wait for it, or give another name"
+            )
+            try:
+                # Another run may have ended in between.
+                run = dataclasses.replace(unlocked, resumed=unlocked._can_resume(overwrite, extend), lock=lock)
+                if not run.resumed:
+                    for old in {old for pattern in stale for old in path.glob(pattern)} - {path / LOCK}:
+                        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+                    started = record(verb, settings, fingerprint=fingerprint, inputs=inputs, **content)
+                    write_json(path / RECORD, started | {"status": "running"})
+            except BaseException:
+                unlock_file(lock)
+                raise
+            return run
+
+        return on_main(work)
+
+    def _can_resume(self, overwrite: bool, extend: bool) -> bool:
+        """Whether the folder holds a run of the same work; another one's is refused."""
+        earlier = (read_record(self.path) if self.path.is_dir() else None) or {}
         unfinished = earlier.get("status") == "running"
-        resumable = earlier.get("verb") == verb and (unfinished or extend)
-        resumed = resumable and earlier.get("fingerprint") == fingerprint
+        resumable = earlier.get("verb") == self.verb and (unfinished or extend)
+        resumed = resumable and earlier.get("fingerprint") == self.fingerprint
         if resumable and not resumed and not overwrite:
-            before: dict[str, Any] = earlier["settings"] if isinstance(earlier.get("settings"), dict) else {}
-            fields = _as_json(decides) if isinstance(decides, dict) else {}
-            changed = [name for name in fields if name in before and before[name] != fields[name]]
+            before: dict[str, str] = earlier.get("inputs") or {}
+            changed = [name for name in self.inputs if name in before and before[name] != self.inputs[name]]
             named = f" ({', '.join(changed)} differ)" if changed else ""
             raise UsageError(
-                f"output folder {path} holds {'an unfinished' if unfinished else 'a'} run with other settings or data"
-                f"{named}; repeat those to resume it, or give --overwrite to begin anew"
+                f"output folder {self.path} holds {'an unfinished' if unfinished else 'a'} run with other settings or "
+                f"data{named}; repeat those to resume it, or give --overwrite to begin anew"
             )
         if not resumed:
-            check_output(path, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == verb)
-        wait()
-        if is_main and not resumed:
-            path.mkdir(parents=True, exist_ok=True)
-            for old in [old for pattern in stale for old in path.glob(pattern)]:
-                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
-            write_json(
-                path / RECORD, record(verb, settings, fingerprint=fingerprint, **content) | {"status": "running"}
-            )
-        wait()
-        return cls(path, verb, settings, fingerprint, resumed)
+            check_output(self.path, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == self.verb)
+        return resumed
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.lock is not None:
+            unlock_file(self.lock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"lock": None}  # for the other processes of a run
 
     def finish(self, **content: Any) -> dict[str, Any]:
         """Write the final `run.json`, and return its content."""
-        final = record(self.verb, self.settings, fingerprint=self.fingerprint, **content)
+        final = record(self.verb, self.settings, fingerprint=self.fingerprint, inputs=self.inputs, **content)
         write_json(self.path / RECORD, final)
         return final
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder's lock.
 
-        Raises:
-            UsageError: another process holds it.
-        """
-        from filelock import FileLock, Timeout
+def lock_file(path: Path, otherwise: str) -> FileLock:
+    """Lock a file until `unlock_file`, or until the process ends; a file that a killed process left does not block.
 
-        try:
-            lock = FileLock(self.path / LOCK).acquire(timeout=0)
-        except Timeout:
-            raise UsageError(
-                f"another `divdec {self.verb}` is running in {self.path}; wait for it, or give another name"
-            ) from None
-        with lock:
-            yield
+    Args:
+        path: the file.
+        otherwise: the message of the error.
+
+    Raises:
+        UsageError: another process holds the lock, or the file cannot be locked.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UsageError(otherwise) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be locked: {error.strerror}") from None
+    return lock
+
+
+def unlock_file(lock: FileLock) -> None:
+    """Remove a locked file, and release its lock."""
+    with contextlib.suppress(OSError):  # Windows removes no open file
+        Path(lock.lock_file).unlink()
+    lock.release()
 
 
 class ResumableOutput:
@@ -337,7 +383,7 @@ def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) ->
     for path in (folder, *folder.absolute().parents):
         if path.exists() and not path.is_dir():
             raise UsageError(f"output {folder} cannot be made: {path} is a file; give the name of a folder")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir() or not any(entry.name != LOCK for entry in folder.iterdir()):
         return
     if not overwrite:
         raise UsageError(f"output folder {folder} is not empty; give --overwrite to replace it, or another name")

@@ -11,6 +11,7 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
 from divdec.data.records import record_set, single_turn
 from divdec.errors import Interrupted
+from divdec.runs import RunFolder
 from divdec.training import auxiliaries, learning_rate
 from divdec.training.auxiliaries import LEARNED, train_auxiliaries
 from divdec.training.learning_rate import STEP
@@ -58,6 +59,14 @@ def train(files, **changes):
     lines = []
     content = train_auxiliaries(AuxiliarySettings(**(files | changes)), report=lines.append)
     return content, "\n".join(lines)
+
+
+def test_a_second_run_in_the_folder_is_refused(files, tmp_path):
+    with RunFolder.open(tmp_path / "run", "train", {}, {}):
+        (tmp_path / "run" / "work").mkdir()
+        with pytest.raises(UsageError, match="another `divdec train` is running in"):
+            train(files, overwrite=True)
+        assert (tmp_path / "run" / "work").is_dir()
 
 
 def test_a_run_gives_two_checkpoints_and_a_bundle(finished, tmp_path, world):

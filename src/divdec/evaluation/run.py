@@ -76,36 +76,37 @@ def evaluate(
     files = (SUMMARY, ITEMS, PROMPTS)
     folders = [folder.relative_to(output) for run in runs for folder in run.folders]
     stale = [(folder / file).as_posix() for folder in folders for file in files]
-    run_folder = on_main(
-        lambda: RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
+    run_folder = RunFolder.open(
+        output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale, on_main=on_main
     )
-    all_results: list[Results] = []
-    split = settings.split if settings.suite == "tofu" else None
-    for step, run in enumerate(runs, start=1):
+    with run_folder:
+        all_results: list[Results] = []
+        split = settings.split if settings.suite == "tofu" else None
+        for step, run in enumerate(runs, start=1):
+            if is_main():
+                report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
+            results = on_main(
+                lambda run=run: [
+                    read_results(folder) if (folder / SUMMARY).is_file() else Results("", settings.suite, split=split)
+                    for folder in run.folders
+                ]
+            )
+            model = run.load(settings, device_map)
+            for one, folder, steering in zip(results, run.folders, run.steering, strict=True):
+                one.name = folder.name
+                one.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
+                one.about |= _identity(run, steering, model)
+                if settings.sequence != "none":
+                    one.about |= {"sequence": settings.sequence, "step": step}
+            evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
+            save = functools.partial(_save, run=run, settings=settings, output=output)
+            all_results += evaluate_suite(evaluated, earlier=results, save=save)
+        seconds = round(time.perf_counter() - started, 1)
         if is_main():
-            report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
-        results = on_main(
-            lambda run=run: [
-                read_results(folder) if (folder / SUMMARY).is_file() else Results("", settings.suite, split=split)
-                for folder in run.folders
-            ]
-        )
-        model = run.load(settings, device_map)
-        for one, folder, steering in zip(results, run.folders, run.steering, strict=True):
-            one.name = folder.name
-            one.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
-            one.about |= _identity(run, steering, model)
-            if settings.sequence != "none":
-                one.about |= {"sequence": settings.sequence, "step": step}
-        evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
-        save = functools.partial(_save, run=run, settings=settings, output=output)
-        all_results += evaluate_suite(evaluated, earlier=results, save=save)
-    seconds = round(time.perf_counter() - started, 1)
-    if is_main():
-        figures = {results.name: results.figures for results in all_results}
-        single = {"result": all_results[0].about} if len(all_results) == 1 else {}
-        run_folder.finish(seconds=seconds, figures=figures, **single)
-    return all_results
+            figures = {results.name: results.figures for results in all_results}
+            single = {"result": all_results[0].about} if len(all_results) == 1 else {}
+            run_folder.finish(seconds=seconds, figures=figures, **single)
+        return all_results
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from divdec.model.checkpoint import CheckpointReference, check_apart, digests
 from divdec.runs import RunFolder, read_record
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
+from divdec.training.inputs import join_processes, on_main
 from divdec.training.settings import AuxiliarySettings, optimization_of
 
 VERB = "image train"
@@ -51,6 +53,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
         UsageError: an input cannot be used; training has not begun.
         Interrupted: Ctrl-C; the same call resumes the run.
     """
+    _, report = join_processes(report)
     output = Path(settings.output).expanduser()
     steering = Steering.parse(settings.steering)
     target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)
@@ -68,41 +71,60 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
     decides = [same_settings, digest(images), labels, digests(target), base and digests(base)]
     sets = {name: output / "data" / f"{name}.jsonl" for name in ("forget", "retain")}
-    run = RunFolder.open(output, VERB, settings, decides, overwrite=settings.overwrite, stale=("data/*.jsonl",))
-    if not all(file.is_file() for file in sets.values()):
-        (output / "data").mkdir(exist_ok=True)
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        codes = encode(images, codec.to(str(device or "cpu")))
-        for name, members in (("forget", forget), ("retain", set(classes) - forget)):
-            rows = [row for row, label in enumerate(labels) if label in members]
-            records = training_records(layout, name, codes[rows], [labels[row] for row in rows], settings.seed)
-            write_records(sets[name], records.records)
-    del images
-    content = read_record(output / "pair")
-    if not run.resumed or content is None or content.get("status") != "finished":
-        recipe = AuxiliarySettings(
-            base=settings.base or settings.target,
-            forget=str(sets["forget"]),
-            retain=str(sets["retain"]),
-            output=str(output / "pair"),
-            target=settings.target,
-            recipe="forget-retain",
-            init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
-            steering=settings.steering,
-            lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
-            max_length=layout.length + 1,
-            overwrite=settings.overwrite,
-            **optimization_of(settings),
-        )
-        content = train_auxiliaries(recipe, report, measure=False)
-    bundle = output / "pair" / BUNDLE
-    if code_steering != steering:
-        rewrite_steering(bundle, code_steering)
-    return run.finish(
-        classes_to_forget=sorted(layout.classes[index] for index in forget),
-        auxiliaries=content["auxiliaries"],
-        bundle=str(bundle),
+    run = RunFolder.open(
+        output, VERB, settings, decides, overwrite=settings.overwrite, stale=("data/*.jsonl",), on_main=on_main
     )
+    with run:
+        members = {"forget": forget, "retain": set(classes) - forget}
+        on_main(functools.partial(_write_sets, sets, members, layout, codec, images, labels, settings.seed))
+        del images
+        content = read_record(output / "pair")
+        if not run.resumed or content is None or content.get("status") != "finished":
+            recipe = AuxiliarySettings(
+                base=settings.base or settings.target,
+                forget=str(sets["forget"]),
+                retain=str(sets["retain"]),
+                output=str(output / "pair"),
+                target=settings.target,
+                recipe="forget-retain",
+                init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
+                steering=settings.steering,
+                lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
+                max_length=layout.length + 1,
+                overwrite=settings.overwrite,
+                **optimization_of(settings),
+            )
+            content = train_auxiliaries(recipe, report, measure=False)
+        bundle, auxiliaries = output / "pair" / BUNDLE, content["auxiliaries"]
+
+        def finish() -> dict[str, Any]:
+            if code_steering != steering:
+                rewrite_steering(bundle, code_steering)
+            classes_to_forget = sorted(layout.classes[index] for index in forget)
+            return run.finish(classes_to_forget=classes_to_forget, auxiliaries=auxiliaries, bundle=str(bundle))
+
+        return on_main(finish)
+
+
+def _write_sets(
+    files: Mapping[str, Path],
+    members: Mapping[str, set[int]],
+    layout: ImageLayout,
+    codec: Codec,
+    images: Images,
+    labels: Sequence[int],
+    seed: int,
+) -> None:
+    """Write the images of each set's classes as records, unless an interrupted run has."""
+    if all(file.is_file() for file in files.values()):
+        return
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    codes = encode(images, codec.to(str(device or "cpu")))
+    for name, file in files.items():
+        file.parent.mkdir(exist_ok=True)
+        rows = [row for row, label in enumerate(labels) if label in members[name]]
+        records = training_records(layout, name, codes[rows], [labels[row] for row in rows], seed)
+        write_records(file, records.records)
 
 
 def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: Sequence[int]) -> set[int]:

@@ -331,41 +331,44 @@ def evaluate_images(
     accuracy = f"{classifier.held_out.accuracy:.1%}"
     report(f"classifier: {accuracy} of {classifier.held_out.images} real images it has not seen")
     run = RunFolder.open(output, VERB, settings, decides, overwrite=settings.overwrite, stale=STALE)
-    if run.resumed and settings.overwrite:
-        for name in STALE:
-            shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
-    loaded = load_image_model(settings.bundle, verify=not settings.no_verify, dtype=settings.dtype, device=device)
-    model: Any = loaded.model
+    with run:
+        if run.resumed and settings.overwrite:
+            for name in STALE:
+                shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
+        loaded = load_image_model(settings.bundle, verify=not settings.no_verify, dtype=settings.dtype, device=device)
+        model: Any = loaded.model
 
-    def steered(rule: Steering) -> PreTrainedModel:
-        model.steering = restrict_to_codes(rule, layout)
-        return model
+        def steered(rule: Steering) -> PreTrainedModel:
+            model.steering = restrict_to_codes(rule, layout)
+            return model
 
-    def retrained() -> PreTrainedModel:
-        return load_image_model(str(settings.retrain), dtype=settings.dtype, device=device).model
+        def retrained() -> PreTrainedModel:
+            return load_image_model(str(settings.retrain), dtype=settings.dtype, device=device).model
 
-    candidates = [Candidate("Baseline", "", lambda: model.target)]
-    candidates += [Candidate("Retrain", "", retrained)] if settings.retrain else []
-    candidates += [Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)]
-    benchmark = ImageBenchmark(
-        layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels, real_labels,
-        classifier, networks, **_judges(settings, output),
-    )  # fmt: skip
-    results = evaluate_candidates(benchmark, candidates, output, report)
-    judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
-    tables = write_results(
-        benchmark, candidates, results, output,
-        title="Steered images",
-        lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} classes "
-        f"are to be forgotten. Content is judged by {judge}.",
-        notes=[NETWORK_NOTE],
-    )  # fmt: skip
-    content = run.finish(
-        held_out=dataclasses.asdict(classifier.held_out),
-        results=tabulate(results).json(),
-        report=str(output / "report.html"),
-    )
-    return content | {"markdown": markdown(tables)}
+        candidates = [Candidate("Baseline", "", lambda: model.target)]
+        candidates += [Candidate("Retrain", "", retrained)] if settings.retrain else []
+        candidates += [
+            Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)
+        ]
+        benchmark = ImageBenchmark(
+            layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels,
+            real_labels, classifier, networks, **_judges(settings, output),
+        )  # fmt: skip
+        results = evaluate_candidates(benchmark, candidates, output, report)
+        judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
+        tables = write_results(
+            benchmark, candidates, results, output,
+            title="Steered images",
+            lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} "
+            f"classes are to be forgotten. Content is judged by {judge}.",
+            notes=[NETWORK_NOTE],
+        )  # fmt: skip
+        content = run.finish(
+            held_out=dataclasses.asdict(classifier.held_out),
+            results=tabulate(results).json(),
+            report=str(output / "report.html"),
+        )
+        return content | {"markdown": markdown(tables)}
 
 
 def _split_classes(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]) -> tuple[list[int], list[int]]:

@@ -46,6 +46,7 @@ from divdec.training.inputs import (
     encode,
     join_processes,
     limit_length,
+    on_main,
     report_sets,
     resolve_trainable,
     sample_examples,
@@ -220,55 +221,56 @@ def train_auxiliaries(
         [same_settings, forget.sha256, retain.sha256, digests(base)],
         overwrite=settings.overwrite,
         stale=(WORK, RETAIN, FORGET, BUNDLE),
-        is_main=state.is_main_process,
-        wait=state.wait_for_everyone,
+        on_main=on_main,
     )
-    readings = (examples["forget"], [])
-    if settings.recipe == "matched":
-        readings = _matched(forget, learned, examples, settings, tokenizer, form, report)
-    pair = _PairTrainer(settings, output, base, tokenizer, examples, readings, measure, report)
-    if measure:
-        results, attempts = pair.train_until_separated()
-    else:
-        results, attempts = pair.train(1.0, 1.0), []
-    separation = attempts[-1]["separation"] if measure else None
+    with run:
+        readings = (examples["forget"], [])
+        if settings.recipe == "matched":
+            readings = _matched(forget, learned, examples, settings, tokenizer, form, report)
+        pair = _PairTrainer(settings, output, base, tokenizer, examples, readings, measure, report)
+        if measure:
+            results, attempts = pair.train_until_separated()
+        else:
+            results, attempts = pair.train(1.0, 1.0), []
+        separation = attempts[-1]["separation"] if measure else None
 
-    if state.is_main_process:
-        sets = {"forget set": forget.label, "retain set": retain.label}
-        for name, result in results.items():
-            _write_card(output / name, settings, sets, result, separation)
-        if settings.target is not None:
-            shutil.rmtree(output / BUNDLE, ignore_errors=True)
-            write_bundle(
-                output / BUNDLE,
-                target=settings.target,
-                retain_auxiliary=str(output / RETAIN),
-                forget_auxiliary=str(output / FORGET),
-                steering=steering,
+        if state.is_main_process:
+            sets = {"forget set": forget.label, "retain set": retain.label}
+            for name, result in results.items():
+                _write_card(output / name, settings, sets, result, separation)
+            if settings.target is not None:
+                shutil.rmtree(output / BUNDLE, ignore_errors=True)
+                write_bundle(
+                    output / BUNDLE,
+                    target=settings.target,
+                    retain_auxiliary=str(output / RETAIN),
+                    forget_auxiliary=str(output / FORGET),
+                    steering=steering,
+                    forget_set=forget.label,
+                    single_turn=single_turn([*forget, *retain]),
+                )
+            effects = None
+            if neutral is not None:
+                sets = {"forget": forget, "retain": held_out, "neutral": neutral}
+                effects = _check_bundle(output / BUNDLE, settings, sets, form, report)
+            content = record(
+                "train",
+                settings,
+                fingerprint=run.fingerprint,
+                inputs=run.inputs,
                 forget_set=forget.label,
-                single_turn=single_turn([*forget, *retain]),
+                retain_set=retain.label,
+                overlap=dataclasses.asdict(overlap(forget, retain)),
+                auxiliaries=results,
+                separation=separation,
+                attempts=attempts,
+                effects=effects,
+                bundle=str(output / BUNDLE) if settings.target else None,
             )
-        effects = None
-        if neutral is not None:
-            sets = {"forget": forget, "retain": held_out, "neutral": neutral}
-            effects = _check_bundle(output / BUNDLE, settings, sets, form, report)
-        content = record(
-            "train",
-            settings,
-            fingerprint=run.fingerprint,
-            forget_set=forget.label,
-            retain_set=retain.label,
-            overlap=dataclasses.asdict(overlap(forget, retain)),
-            auxiliaries=results,
-            separation=separation,
-            attempts=attempts,
-            effects=effects,
-            bundle=str(output / BUNDLE) if settings.target else None,
-        )
-        shutil.rmtree(output / WORK, ignore_errors=True)
-        write_json(output / RECORD, content)
-    state.wait_for_everyone()
-    return read_json(output / RECORD)
+            shutil.rmtree(output / WORK, ignore_errors=True)
+            write_json(output / RECORD, content)
+        state.wait_for_everyone()
+        return read_json(output / RECORD)
 
 
 def faults_of(content: Mapping[str, Any]) -> list[str]:

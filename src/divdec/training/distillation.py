@@ -54,7 +54,15 @@ from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation_loss import Distillation, Pieces, plain_head, predicting, sum_over_positions
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.inputs import Collator, encode, join_processes, report_set, resolve_trainable, sample_indices
+from divdec.training.inputs import (
+    Collator,
+    encode,
+    join_processes,
+    on_main,
+    report_set,
+    resolve_trainable,
+    sample_indices,
+)
 from divdec.training.settings import DistillationSettings
 from divdec.training.teachers import (
     FILE,
@@ -92,19 +100,23 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
         Interrupted: Ctrl-C; the same call resumes the run.
         Diverged: a loss is not finite; there is no output, and the last whole epoch's checkpoint stays beside it.
     """
-    state, report = join_processes(report)
+    _, report = join_processes(report)
     job = prepare(settings, report)
-    work = RunFolder.open(
+    run = RunFolder.open(
         job.output.with_name(f"{job.output.name}.work"),
         "distill",
         settings,
         job.decides,
         overwrite=settings.overwrite,
         stale=("*",),
-        is_main=state.is_main_process,
-        wait=state.wait_for_everyone,
-    ).path
+        on_main=on_main,
+    )
+    with run:
+        return _distill(job, run.path, report)
 
+
+def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    settings, state = job.settings, PartialState()
     dtype = dtype_for_passes()
     model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype=dtype).requires_grad_(False)
     teacher = LiveTeacher(model, settings.temperature, settings.direction)

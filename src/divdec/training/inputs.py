@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import DataCollatorForSeq2Seq
@@ -28,6 +29,7 @@ GROUPED_BATCHES = 4
 sorted as a whole the same wordings share a batch in every epoch, and models learn worse."""
 
 Report = Callable[[str], None]
+T = TypeVar("T")
 
 
 def join_processes(report: Report) -> tuple[PartialState, Report]:
@@ -35,6 +37,23 @@ def join_processes(report: Report) -> tuple[PartialState, Report]:
     # accelerate joins CPU processes only if it is told that there is no accelerator; the first call decides.
     state = PartialState(cpu=not torch.accelerator.is_available())
     return state, report if state.is_main_process else lambda line: None
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Do work in the main process of those that joined, and return its result, or raise its error, in all of them."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return work()
+    sent: list[Any] = [None]
+    if state.is_main_process:
+        try:
+            sent = [(work(), None)]
+        except UsageError as error:
+            sent = [(None, error)]
+    result, error = broadcast_object_list(sent)[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def resolve_trainable(reference: str, role: str) -> Path:

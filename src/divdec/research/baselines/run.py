@@ -23,7 +23,7 @@ from divdec.research.baselines.methods import Method, method_of
 from divdec.research.baselines.representations import build_lunar, train_rmu
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
 from divdec.runs import RECORD, RunFolder, output_folder
-from divdec.training.inputs import join_processes, limit_length, report_cut, report_sets, resolve_trainable
+from divdec.training.inputs import join_processes, limit_length, on_main, report_cut, report_sets, resolve_trainable
 
 MODEL, WORK = "model", "work"
 _BUILDERS: dict[str, Callable[[Job, Any, Path], BuiltModel]] = {
@@ -95,33 +95,34 @@ def run_baseline(
     decides = [method.name, values | {"overwrite": False}, forget.sha256, retain.sha256, *models]
     run = RunFolder.open(
         output, "baseline", values, decides, overwrite=settings.overwrite, stale=(MODEL, WORK),
-        is_main=state.is_main_process, wait=state.wait_for_everyone, method=method.name,
+        on_main=on_main, method=method.name,
     )  # fmt: skip
-    if run.resumed and state.is_main_process:
-        shutil.rmtree(output / MODEL, ignore_errors=True)
-    job = Job(target, tokenizer, forget, retain, output / WORK, form, base, settings.seed, report)
-    model = output_folder(output / MODEL) if state.is_main_process else contextlib.nullcontext(output / MODEL)
-    with model as folder:
-        try:
-            built = build_method(job, options, folder)
-        except UsageError:
-            if state.is_main_process and not (output / WORK).is_dir():
-                (output / RECORD).unlink()  # nothing was trained: another run may use the folder
-            raise
-    content: dict[str, Any] = {}
-    if state.is_main_process:
-        if (output / WORK).is_dir() and not any((output / WORK).iterdir()):
-            (output / WORK).rmdir()
-        content = run.finish(
-            method=method.name,
-            kind=method.kind,
-            source=method.source,
-            forget_set=forget.label,
-            retain_set=retain.label,
-            overlap=dataclasses.asdict(overlap(forget, retain)),
-            seconds=round(built.seconds or 0.0, 2),
-            notes=list(built.notes),
-            model=str(output / MODEL),
-        )
-    state.wait_for_everyone()
-    return content
+    with run:
+        if run.resumed and state.is_main_process:
+            shutil.rmtree(output / MODEL, ignore_errors=True)
+        job = Job(target, tokenizer, forget, retain, output / WORK, form, base, settings.seed, report)
+        model = output_folder(output / MODEL) if state.is_main_process else contextlib.nullcontext(output / MODEL)
+        with model as folder:
+            try:
+                built = build_method(job, options, folder)
+            except UsageError:
+                if state.is_main_process and not (output / WORK).is_dir():
+                    (output / RECORD).unlink()  # nothing was trained: another run may use the folder
+                raise
+        content: dict[str, Any] = {}
+        if state.is_main_process:
+            if (output / WORK).is_dir() and not any((output / WORK).iterdir()):
+                (output / WORK).rmdir()
+            content = run.finish(
+                method=method.name,
+                kind=method.kind,
+                source=method.source,
+                forget_set=forget.label,
+                retain_set=retain.label,
+                overlap=dataclasses.asdict(overlap(forget, retain)),
+                seconds=round(built.seconds or 0.0, 2),
+                notes=list(built.notes),
+                model=str(output / MODEL),
+            )
+        state.wait_for_everyone()
+        return content

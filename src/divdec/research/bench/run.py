@@ -239,9 +239,9 @@ def _run(
                 f"output folder {output} holds {f'a result of `divdec {earlier}`' if earlier else 'other files'}; give "
                 f"the name of a new folder, or of one that `divdec {verb}` has written"
             )
-    run = RunFolder.open(output, verb, settings, verb, extend=True)
     work, left_out = workload(settings, device), []
-    with run.locked():
+    run = RunFolder.open(output, verb, settings, verb, extend=True)
+    with run:
         results = ResumableOutput(output / RESULTS)
         missing = [key for key in wanted if key not in results]
         report(f"{len(wanted)} combinations on {device.name}, {len(wanted) - len(missing)} of them measured before")

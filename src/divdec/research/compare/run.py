@@ -112,7 +112,7 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
         decides["muse"] = settings.muse
     overwrite = settings.overwrite
     run = RunFolder.open(output, "compare", settings, decides, overwrite=overwrite, extend=not overwrite, stale=("*",))
-    with run.locked():
+    with run:
         results = _compare(settings, trials, output, report, started)
         write_files(results, settings)
         figures = {
