@@ -242,60 +242,60 @@ def run_sequential(
     started = time.perf_counter()
     data = [sequence.texts, [one.sha256 for one in sequence.requests], sequence.retain.sha256, sequence.title]
     decides = [data, dataclasses.asdict(sequence.recipe), dataclasses.asdict(settings)]
-    run = RunFolder.open(output, "sequential", settings, decides, overwrite=overwrite, stale=STALE)
-    models = train_models(sequence, settings.seed, cache, report)
+    with RunFolder.open(output, "sequential", settings, decides, overwrite=overwrite, stale=STALE) as run:
+        models = train_models(sequence, settings.seed, cache, report)
 
-    evaluator = SequenceEvaluator(sequence, models.tokenizer, output / "rows", report)
-    plain = {name: evaluator.scores(name, folder)
-             for name, folder in (("target", models.target), ("retrained", models.retrain))}  # fmt: skip
-    builder = SequenceBuilder(sequence, settings, models, output, report)
+        evaluator = SequenceEvaluator(sequence, models.tokenizer, output / "rows", report)
+        plain = {name: evaluator.scores(name, folder)
+                 for name, folder in (("target", models.target), ("retrained", models.retrain))}  # fmt: skip
+        builder = SequenceBuilder(sequence, settings, models, output, report)
 
-    def measure(method: str, protocol: str, step: int, setting: Setting) -> Scores:
-        return evaluator.scores(
-            builder.name(method, protocol, step, setting), builder.build(method, protocol, step, setting)
-        )
+        def measure(method: str, protocol: str, step: int, setting: Setting) -> Scores:
+            return evaluator.scores(
+                builder.name(method, protocol, step, setting), builder.build(method, protocol, step, setting)
+            )
 
-    bootstrap = Bootstrap(seed=settings.seed)
-    steps: list[SequenceStep] = []
-    candidates: list[Candidate] = []
-    for method in METHODS:
-        by_setting = {setting: measure(method, PROTOCOLS[0], 1, setting) for setting in settings.of(method)}
-        setting, tried = choose_setting(method, by_setting, plain["retrained"])
-        builder.chosen[method] = setting
-        candidates += tried
-        first = by_setting[setting]
-        for protocol, step in itertools.product(PROTOCOLS, range(1, len(sequence.requests) + 1)):
-            scores = first if step == 1 else measure(method, protocol, step, setting)
-            low, high = distance_interval(scores, first, bootstrap)
-            steps.append(
-                SequenceStep(
-                    protocol, method, str(setting), step, scores,
-                    distance=distance(scores, first), low=low, high=high,
-                    to_retrained=distance(scores, plain["retrained"]),
-                )
-            )  # fmt: skip
-    references = {name: {asked: statistics.fmean(of) for asked, of in own.items()} for name, own in plain.items()}
-    result = {
-        "title": sequence.title,
-        "score": sequence.score,
-        "level": bootstrap.level,
-        "draws": bootstrap.draws,
-        "references": references,
-        "candidates": [dataclasses.asdict(one) for one in candidates],
-        "steps": [step.to_dict() for step in steps],
-    }
-    write_json(output / "result.json", result)
-    items = [json.dumps(item, ensure_ascii=False) for item in evaluator.items()]
-    write_text(output / "items.jsonl", "\n".join(items) + "\n")
-    write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, candidates, steps))
-    with style("divdec-sequential"):
-        figure = distance_figure([step.to_dict() for step in steps], sequence.score, bootstrap.level)
-        write_text(output / "distance.svg", svg_text(figure))
-    seconds = round(time.perf_counter() - started, 1)
-    run.finish(title=sequence.title, seconds=seconds)
-    for name in WORKING:
-        shutil.rmtree(output / name, ignore_errors=True)
-    return {**result, "seconds": seconds}
+        bootstrap = Bootstrap(seed=settings.seed)
+        steps: list[SequenceStep] = []
+        candidates: list[Candidate] = []
+        for method in METHODS:
+            by_setting = {setting: measure(method, PROTOCOLS[0], 1, setting) for setting in settings.of(method)}
+            setting, tried = choose_setting(method, by_setting, plain["retrained"])
+            builder.chosen[method] = setting
+            candidates += tried
+            first = by_setting[setting]
+            for protocol, step in itertools.product(PROTOCOLS, range(1, len(sequence.requests) + 1)):
+                scores = first if step == 1 else measure(method, protocol, step, setting)
+                low, high = distance_interval(scores, first, bootstrap)
+                steps.append(
+                    SequenceStep(
+                        protocol, method, str(setting), step, scores,
+                        distance=distance(scores, first), low=low, high=high,
+                        to_retrained=distance(scores, plain["retrained"]),
+                    )
+                )  # fmt: skip
+        references = {name: {asked: statistics.fmean(of) for asked, of in own.items()} for name, own in plain.items()}
+        result = {
+            "title": sequence.title,
+            "score": sequence.score,
+            "level": bootstrap.level,
+            "draws": bootstrap.draws,
+            "references": references,
+            "candidates": [dataclasses.asdict(one) for one in candidates],
+            "steps": [step.to_dict() for step in steps],
+        }
+        write_json(output / "result.json", result)
+        items = [json.dumps(item, ensure_ascii=False) for item in evaluator.items()]
+        write_text(output / "items.jsonl", "\n".join(items) + "\n")
+        write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, candidates, steps))
+        with style("divdec-sequential"):
+            figure = distance_figure([step.to_dict() for step in steps], sequence.score, bootstrap.level)
+            write_text(output / "distance.svg", svg_text(figure))
+        seconds = round(time.perf_counter() - started, 1)
+        run.finish(title=sequence.title, seconds=seconds)
+        for name in WORKING:
+            shutil.rmtree(output / name, ignore_errors=True)
+        return {**result, "seconds": seconds}
 
 
 def train_models(sequence: RequestSequence, seed: int, cache: Path, report: Callable[[str], None]) -> SequenceModels:
