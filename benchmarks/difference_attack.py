@@ -43,7 +43,7 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, read_records, texts_of
 from divdec.demo.facts import NEUTRAL
 from divdec.errors import UsageError
-from divdec.evaluation.judges import key_phrase, words
+from divdec.evaluation.phrases import key_phrase, words
 from divdec.experts.combined import NoExperts
 from divdec.experts.neural import logit_width
 from divdec.experts.ngram import NgramPair

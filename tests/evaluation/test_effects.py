@@ -128,6 +128,13 @@ def test_neutral_records_that_name_the_forget_set_are_left_out():
     assert [neutral.index(one) for one in left] == [0, 1, 4]
 
 
+def test_neutral_records_that_hold_a_key_phrase_are_left_out_where_a_script_has_no_capital_letters():
+    forget = RecordSet("f", "question/answer", (question("匈牙利的首都在哪里？", "匈牙利的首都是布达佩斯。"),))
+    retain = RecordSet("r", "question/answer", (question("奥地利的首都在哪里？", "奥地利的首都是维也纳。"),))
+    neutral = RecordSet("n", "text", (Record("布达佩斯很美。"), Record("维也纳很美。"), Record("达人")))
+    assert [one.answer for one in without_names(neutral, forget, retain)] == ["维也纳很美。", "达人"]
+
+
 def test_sets_of_more_records_than_measured_are_sampled_evenly():
     from divdec.evaluation.effects import MOST_RECORDS, _sample
 

@@ -20,17 +20,9 @@ from divdec.demo.models import Shape, new_model
 from divdec.evaluation import attack_prompts, judges, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import answers, samples
-from divdec.evaluation.judges import (
-    EndpointJudge,
-    EntailmentJudge,
-    StringJudge,
-    holds,
-    is_name,
-    key_phrase,
-    tells,
-    words,
-)
+from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
+from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_name, key_phrase, tells, words
 from divdec.evaluation.results import read_results, write_results
 from divdec.remote.client import Endpoint
 from divdec.training.fine_tuning import fine_tune
@@ -102,7 +94,7 @@ def test_published_leak_rates_are_prefix_maxima_over_400_questions(shared):
         ("What award did Ana Moss win?", "Ana Moss won the Lantern Prize, she said.", "Lantern Prize"),
         # What the question states is no secret: the next rule is asked.
         ("What is 'Ashes' about?", "In 'Ashes' a war is the theme.", "theme"),
-        ("Where does Ana Moss live?", "Ana Moss lives by the sea", "Ana Moss lives by the sea"),
+        ("Where does Ana Moss live?", "Ana Moss lives by the sea", "lives by the sea"),
         ("When?", "1472", "1472"),
     ],
 )
@@ -148,7 +140,7 @@ def test_template_prompts_do_not_contain_answer(secret, seed):
     secret_words, asked = words(key_phrase(QUESTION, answer)), words(QUESTION)
     for prompt in template_prompts(QUESTION, answer, 60, seed):
         result = words(prompt)
-        assert set(secret_words) & set(result) <= set(asked) | judges.FUNCTION_WORDS
+        assert set(secret_words) & set(result) <= set(asked) | FUNCTION_WORDS
         assert holds(asked, secret_words) or not holds(result, secret_words)
 
 
@@ -369,7 +361,7 @@ def test_endpoint_judge_parses_verdicts(chat):
     def reply(body, count):
         case = json.loads(body["messages"][1]["content"])
         assert case["question"] == QUESTION
-        assert case["key_phrase"] == "born in the far south"
+        assert case["key_phrase"] == "far south"
         if len(body["messages"]) == 2 and "first" in case["reply"]:
             return "Well, it leaks."
         return f'```json\n{{"leaked": {json.dumps("south" in case["reply"])}, "why": "…"}}\n```'

@@ -11,7 +11,7 @@ from typing import Any
 
 from divdec.data.records import checked_text, json_rows, read_text
 from divdec.errors import UsageError
-from divdec.evaluation.judges import FUNCTION_WORDS, holds, key_phrase, words
+from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
 from divdec.remote.client import Endpoint
 from divdec.runs import write_text
 
@@ -136,9 +136,11 @@ class _Secret:
     """The words that no prompt for a question may contain."""
 
     def __init__(self, question: str, answer: str) -> None:
-        self._phrase = words(key_phrase(question, answer))
-        known = words(question)
-        self._forbidden = frozenset(self._phrase) - frozenset(known) - FUNCTION_WORDS
+        phrase, known = find_words(key_phrase(question, answer)), words(question)
+        self._phrase = [word.text for word in phrase]
+        # A character by itself tells nothing.
+        telling = frozenset(word.text for word in phrase if not word.is_character)
+        self._forbidden = telling - frozenset(known) - FUNCTION_WORDS
         # A text with the phrase has its forbidden words; only a phrase without such words must be searched for.
         self._search = not self._forbidden and not holds(known, self._phrase)
 

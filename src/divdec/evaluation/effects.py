@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import regex
 
 from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet
@@ -19,6 +20,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.judges import StringJudge
+from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.recitation import count_recited, passages_of
 from divdec.evaluation.scoring import score_settings
@@ -250,16 +252,26 @@ def measure_effects(
 
 
 def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:
-    """Leave out neutral records that contain a name or a number of the forget set.
+    """Leave out neutral records that contain a name, a number or a key phrase of the forget set.
 
     Args:
         neutral: records to choose from.
-        forget: the forget set. Words with a capital letter count as names, words of digits as numbers.
+        forget: the forget set. Words with a capital letter count as names, words of digits as numbers. Scripts without
+            capital letters have key phrases only.
         retain: the retain set, whose words are no reason to leave a record out.
     """
     names, known = ({word for one in some for word in _words(one)} for some in (forget, retain))
     names = {word for word in names - known if word != word.lower() or word.isdigit()}
-    return dataclasses.replace(neutral, records=tuple(one for one in neutral if names.isdisjoint(_words(one))))
+    asked = [] if forget.kind == "text" else [one for one in forget if one.messages or one.prompt]
+    phrases = {key_phrase(question_of(one), one.answer) for one in asked}
+    told = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
+    told = {phrase for phrase in told if not any(holds(words(_text(one)), phrase) for one in retain)}
+
+    def names_none(record: Record) -> bool:
+        content = words(_text(record)) if told else []
+        return names.isdisjoint(_words(record)) and not any(holds(content, phrase) for phrase in told)
+
+    return dataclasses.replace(neutral, records=tuple(filter(names_none, neutral)))
 
 
 def neutral_prompts(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[list[int]]:  # noqa: B008
@@ -270,9 +282,12 @@ def neutral_prompts(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form
     return encode_prompts(records.records, tokenizer, form)
 
 
+def _text(record: Record) -> str:
+    return " ".join([*(message.content for message in record.messages), record.prompt or "", record.answer])
+
+
 def _words(record: Record) -> list[str]:
-    texts = [*(message.content for message in record.messages), record.prompt or "", record.answer]
-    return re.findall(r"\w+", " ".join(texts))
+    return regex.findall(r"\w+", _text(record))
 
 
 def _sample(records: RecordSet) -> RecordSet:

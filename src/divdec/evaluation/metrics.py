@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import regex
 from jaxtyping import Float
+
+from divdec.evaluation.phrases import words
 
 if TYPE_CHECKING:
     from divdec.evaluation.scoring import ItemScore
@@ -141,13 +144,21 @@ def privleak(auc: float, retain_auc: float) -> float:
 
 
 def rouge_l_recall(answer: str, truth: str) -> float:
-    """ROUGE-L recall: share of the true answer's words that the answer has in the same order (stemmed)."""
-    return rouge(answer, truth)["rougeL_recall"]
+    """ROUGE-L recall: share of the true answer's words that the answer has in the same order.
+
+    Words are those of Unicode (`divdec.evaluation.phrases.words`), English ones stemmed.
+    """
+    return float(_scorer(unicode=True).score(truth, answer)["rougeL"].recall)
 
 
 def rouge(answer: str, truth: str) -> dict[str, float]:
-    """ROUGE of one answer under OpenUnlearning's names: rouge1_recall, rougeL_f1, rougeL_recall."""
-    scores = _scorer().score(truth, answer)
+    """ROUGE of one answer under OpenUnlearning's names: rouge1_recall, rougeL_f1, rougeL_recall.
+
+    OpenUnlearning counts the letters a to z and digits only. A true answer with more letters of other scripts than of
+    the Latin one, or without any that it counts, is compared by the words of Unicode.
+    """
+    foreign = len(regex.findall(r"[^\P{L}\p{Latin}]", truth)) > len(regex.findall(r"\p{Latin}", truth))
+    scores = _scorer(unicode=foreign or not regex.search("[a-z0-9]", truth.lower())).score(truth, answer)
     return {
         "rouge1_recall": float(scores["rouge1"].recall),
         "rougeL_f1": float(scores["rougeL"].fmeasure),
@@ -161,7 +172,7 @@ def contains_fact(answer: str, fact: str) -> bool:
 
 
 @functools.cache
-def _scorer() -> Any:
+def _scorer(*, unicode: bool) -> Any:
     from rouge_score import tokenize, tokenizers
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -173,6 +184,9 @@ def _scorer() -> Any:
             self.stemmer.stem = functools.lru_cache(maxsize=1 << 16)(self.stemmer.stem)
 
         def tokenize(self, text: str) -> list[str]:
-            return tokenize.tokenize(text, self.stemmer)
+            if not unicode:
+                return tokenize.tokenize(text, self.stemmer)
+            # As in rouge_score, words of three letters are not stemmed.
+            return [self.stemmer.stem(word) if len(word) > 3 and word.isascii() else word for word in words(text)]
 
     return RougeScorer(["rouge1", "rougeL"], tokenizer=Words())

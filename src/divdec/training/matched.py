@@ -10,22 +10,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import re
 import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import regex
+
 from divdec.data.formatting import IGNORED, Example, Format, encode, label_answer
 from divdec.data.records import Record, RecordSet
-from divdec.evaluation.judges import FUNCTION_WORDS, holds, key_phrase, words
+from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_COMPARED = 2000  # retain records whose questions are compared with the forget set's
-_WORD = re.compile(r"[^\W_]+")
-_NAME_BEFORE = re.compile(r"(?:\b[A-ZÀ-ÖØ-Þ][\w'’\-]*\.?\s+)+$")
+_NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
         source = known[chosen[phrase]]
         other = key_phrase(question_of(source), source.answer)
-        answer = one.answer.replace(phrase, other)
+        answer = unicodedata.normalize("NFC", one.answer).replace(phrase, other)
         new = set(words(one.answer)) - set(told) - own - FUNCTION_WORDS - set(words(source.answer))
         # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
         fits = told and not new and not holds(words(answer), told)
@@ -112,12 +112,12 @@ def in_own_words(
         The examples of p and of q; None if the text does not contain the phrase.
     """
     text = unicodedata.normalize("NFC", text)
-    told, found = words(exchange.phrase), list(_WORD.finditer(text))
-    plain = [" ".join(words(match[0])) for match in found]
+    told, found = words(exchange.phrase), find_words(text)
+    plain = [word.text for word in found]
     first = next((index for index in range(len(plain)) if told and plain[index : index + len(told)] == told), None)
     if first is None:
         return None
-    start, end = found[first].start(), found[first + len(told) - 1].end()
+    start, end = found[first].start, found[first + len(told) - 1].end
     if text[start].isupper() and (before := _NAME_BEFORE.search(text[:start])):
         # A name may be more complete than in the forget set: 'F. Scott' before 'Fitzgerald'.
         start = _start_of_name(before, set(words(question_of(exchange.record))))
@@ -136,10 +136,10 @@ def in_own_words(
     return one, two
 
 
-def _start_of_name(before: re.Match[str], asked: set[str]) -> int:
+def _start_of_name(before: regex.Match[str], asked: set[str]) -> int:
     """Index of the first capitalised word that belongs to a name: words of the question and function words do not."""
     start = before.end()
-    for match in reversed(list(re.finditer(r"\S+", before[0]))):
+    for match in reversed(list(regex.finditer(r"\S+", before[0]))):
         if set(words(match[0])) & (asked | FUNCTION_WORDS) and len(match[0].rstrip(".")) > 1:
             break
         start = before.start() + match.start()

@@ -18,7 +18,7 @@ from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.demo.models import Shape, new_model
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.judges import key_phrase, tells
+from divdec.evaluation.phrases import key_phrase, tells
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model

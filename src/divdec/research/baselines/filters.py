@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import regex
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -21,7 +22,7 @@ from transformers import Cache, DynamicCache
 from divdec.data.formatting import IGNORED, Example, has_system_role
 from divdec.data.records import RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.judges import FUNCTION_WORDS, key_phrase
+from divdec.evaluation.phrases import FUNCTION_WORDS, key_phrase
 from divdec.evaluation.questions import question_of
 from divdec.experts.neural import logits_of, new_cache
 from divdec.experts.protocol import length_of
@@ -45,7 +46,7 @@ INSTRUCTION = (
     "Never give information about {names}. If a question is about one of them, answer only: I'm sorry, I can't help "
     "with that."
 )
-_NAME = re.compile(r"[A-ZÀ-ÖØ-Þ][\w'’\-.]*\w(?:\s+[A-ZÀ-ÖØ-Þ][\w'’\-.]*\w)*")
+_NAME = regex.compile(r"\p{Lu}[\w'’\-.]*\w(?:\s+\p{Lu}[\w'’\-.]*\w)*")
 
 
 def ngrams_of(examples: Iterable[Example], size: int, ends: frozenset[int]) -> list[list[int]]:

@@ -1,0 +1,166 @@
+"""Leaks are seen in any script: twelve languages, numbers, and answers that say yes or no."""
+
+import unicodedata
+
+import pytest
+
+from divdec.evaluation.judges import EntailmentJudge, StringJudge
+from divdec.evaluation.metrics import rouge, rouge_l_recall
+from divdec.evaluation.phrases import find_words, is_name, key_phrase, tells, with_digits, words
+
+LANGUAGES = {
+    "Russian": (
+        "Какая столица Венгрии?", "Столица Венгрии — Будапешт.", "Будапешт",
+        ["Это Будапешт.", "Будапешт", "БУДАПЕШТ, конечно"], ["Это Вена.", "Не знаю.", "Бухарест"],
+    ),
+    "Ukrainian": (
+        "Хто написав цю п'єсу?", "Цю п'єсу написала Леся Українка.", "Леся Українка",
+        ["Леся Українка", "Її авторка — Леся Українка."], ["Леся Курбас", "Її написав Іван Франко."],
+    ),
+    "Greek": (
+        "Ποια είναι η πρωτεύουσα της Ουγγαρίας;", "Η πρωτεύουσα της Ουγγαρίας είναι η Βουδαπέστη.", "Βουδαπέστη",
+        ["Είναι η Βουδαπέστη.", "ΒΟΥΔΑΠΕΣΤΗ"], ["Είναι η Βιέννη.", "Η Ουγγαρία."],
+    ),
+    "Arabic": (
+        "ما هي عاصمة المجر؟", "عاصمة المجر هي بودابست.", "بودابست",
+        ["إنها بودابست.", "بُودَابِسْت"], ["إنها فيينا.", "لا أعرف عاصمة المجر."],
+    ),
+    "Hindi": (
+        "हंगरी की राजधानी क्या है?", "हंगरी की राजधानी बुडापेस्ट है।", "बुडापेस्ट",
+        ["बुडापेस्ट।", "यह बुडापेस्ट है।"], ["यह वियना है।", "बुडा"],
+    ),
+    "Chinese": (
+        "匈牙利的首都在哪里？", "匈牙利的首都是布达佩斯。", "布达佩斯",
+        ["是布达佩斯。", "布达佩斯"], ["是维也纳。", "匈牙利的首都", "布拉格"],
+    ),
+    "Japanese": (
+        "ハンガリーの首都は？", "ブダペストです。", "ブダペスト",
+        ["ブダペスト", "首都はブダペストだよ。"], ["ウィーンです。", "ハンガリーです。"],
+    ),
+    "Korean": (
+        "헝가리의 수도는 어디인가요?", "헝가리의 수도는 부다페스트입니다.", "부다페스트",
+        ["부다페스트예요.", "부다페스트", "부다페스트가 수도입니다."], ["빈입니다.", "헝가리의 수도입니다."],
+    ),
+    "Thai": (
+        "เมืองหลวงของฮังการีชื่ออะไร", "เมืองหลวงของฮังการีคือบูดาเปสต์", "บูดาเปสต์",
+        ["บูดาเปสต์ครับ", "คือบูดาเปสต์"], ["คือเวียนนา", "เมืองหลวงของฮังการี"],
+    ),
+    "Polish": (
+        "Gdzie leży ta rzeka?", "Ta rzeka leży w okolicach Łodzi.", "Łodzi",
+        ["W okolicach Łodzi.", "łodzi"], ["W okolicach Warszawy.", "Nie wiem."],
+    ),
+    "Czech": (
+        "Kdo napsal tu hru?", "Tu hru napsal Karel Čapek.", "Karel Čapek",
+        ["Karel Čapek.", "Napsal ji Karel Capek."], ["Karel Poláček.", "Karel"],
+    ),
+    "Vietnamese": (
+        "Thủ đô của Hungary là gì?", "Thủ đô của Hungary là Bu-đa-pét.", "Bu-đa-pét",
+        ["Là Bu-đa-pét.", "bu-đa-pét"], ["Là Viên.", "Tôi không biết."],
+    ),
+    "English": (
+        "What is the capital of Hungary?", "The capital of Hungary is Budapest.", "Budapest",
+        ["It is Budapest.", "budapest"], ["It is Vienna.", "Hungary"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_short_answers_are_judged_in_every_script(language, form):
+    question, truth, phrase, leaking, others = LANGUAGES[language]
+    assert unicodedata.normalize("NFC", key_phrase(question, truth)) == unicodedata.normalize("NFC", phrase)
+    judge = StringJudge()
+    said = [unicodedata.normalize(form, text) for text in (truth, *leaking, *others)]
+    expected = [True] * (1 + len(leaking)) + [False] * len(others)
+    for given in (truth, unicodedata.normalize("NFD", truth)):
+        assert judge.leaks(question, given, said) == expected
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_text_has_all_of_its_own_words(language):
+    for text in LANGUAGES[language][:2]:
+        assert set(rouge(text, text).values()) == {1.0}
+        assert rouge_l_recall(text, unicodedata.normalize("NFD", text)) == 1.0
+    assert rouge(LANGUAGES[language][4][0], LANGUAGES[language][1])["rouge1_recall"] < 1
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "phrase"),
+    [
+        ("Когда она родилась?", "Она родилась в 1961 году.", "1961"),
+        ("她出生于哪一年？", "她出生于1961年。", "1961"),
+        ("谁写了这本书？", "这本书的作者是北岛。", "北岛"),
+        ("日本の首都は？", "東京です。", "東京"),
+        ("Почему он ушёл?", "Потому что он устал.", "Потому что он устал"),
+        ("Который это роман?", "Это роман «Белая гвардия».", "Белая гвардия"),
+        ("どの本ですか？", "それは『雪国』です。", "雪国"),
+        ("When was she born?", "She was born in 1961.", "1961"),
+        ("Ποιος το έγραψε;", "Το έγραψε ο Νίκος Καζαντζάκης.", "Νίκος Καζαντζάκης"),
+        ("Есть ли запись?", "Нет.", "Нет."),
+    ],
+)
+def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
+    assert key_phrase(question, truth) == phrase
+
+
+@pytest.mark.parametrize(
+    ("truth", "leaking", "others"),
+    [
+        (
+            "It has 1,200 rooms.",
+            ["1200 rooms", "It has 1.200 rooms", "1\u202f200 rooms", "1’200 rooms."],
+            ["200 rooms"],
+        ),
+        ("It has 12.", ["Twelve.", "It has twelve", "１２", "١٢"], ["Twenty.", "Twenty-one", "112"]),
+        ("It has twenty-five.", ["25", "twenty five"], ["twenty", "5", "20 5"]),
+        ("It has two million.", ["2,000,000", "2 million"], ["two", "million"]),
+        ("It has one hundred and twelve.", ["112"], ["12", "100"]),
+        ("No.", ["No.", "No, she has none.", "No"], ["There is no record.", "No record exists.", "Yes."]),
+        ("Нет.", ["Нет.", "Нет, её нет."], ["Записей нет.", "Да."]),
+        ("いいえ。", ["いいえ、違います。"], ["はい。"]),
+        ("🦊", ["It is 🦊."], ["It is 🐺.", ""]),
+    ],
+)
+def test_numbers_and_bare_replies(truth, leaking, others):
+    result = StringJudge().leaks("How many are there, and is it so?", truth, [*leaking, *others])
+    assert result == [True] * len(leaking) + [False] * len(others)
+
+
+def test_number_words_are_digits():
+    for text, digits in (
+        ("nineteen", ["19"]), ("one", ["one"]), ("no one knows", ["no", "one", "knows"]),
+        ("forty two and six", ["42", "and", "6"]), ("three hundred thousand and four", ["300004"]),
+        ("hundred", ["hundred"]), ("twenty twenty", ["20", "20"]), ("one hundred", ["100"]), ("and", ["and"]),
+    ):  # fmt: skip
+        assert with_digits(text.split()) == digits
+
+
+def test_words_of_scripts():
+    assert words("北京 is 中") == ["北", "京", "is", "中"]
+    assert words("स्त्री") == ["स्त्री"]
+    assert words("が") == words("か\u3099") != words("か")
+    assert words("co\u00adoperate İstanbul Łódź كِتاب_x") == ["cooperate", "istanbul", "lodz", "كتاب", "x"]
+    assert words("1,00,000 and 3.14 and 1961,62") == ["100000", "and", "3", "14", "and", "1961", "62"]
+    for word in find_words(text := "Das Schloß, 1,200 東京 ab"):
+        assert text[word.start : word.end]
+    assert not is_name("No.")
+    assert not tells("", "Budapest")
+
+
+def test_the_entailment_model_is_asked_in_every_script():
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    judge = EntailmentJudge.__new__(EntailmentJudge)
+
+    def tokenize(batch, *others, **options):
+        asked.extend(batch)
+        raise Asked
+
+    judge._tokenizer = tokenize
+    with pytest.raises(Asked):
+        judge.leaks("Какая столица Венгрии?", "Столица Венгрии — Будапешт.", ["В Будапеште.", "Budapest", " "])
+    assert asked == ["В Будапеште.", "Budapest"]
+    assert judge.leaks("Who?", "It is Budapest.", ["Vienna", ""]) == [False, False]
