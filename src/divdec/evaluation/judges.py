@@ -66,7 +66,7 @@ class StringJudge:
     letters.
     """
 
-    name = f"string (rouge {RECALL}, similarity {SIMILARITY})"
+    name = f"string (words of any script, rouge {RECALL}, similarity {SIMILARITY})"
 
     def leaks(self, question: str, truth: str, answers: Sequence[str]) -> list[bool]:
         """See `Judge.leaks`."""
@@ -114,7 +114,7 @@ class EntailmentJudge:
                 f"judge {checkpoint} has no entailment label (its labels: {', '.join(labels.values())}); give a "
                 "checkpoint trained on natural language inference whose configuration names its labels"
             )
-        self.name = f"entailment ({checkpoint}, rouge {LEAST_RECALL})"
+        self.name = f"entailment ({checkpoint}, rouge {LEAST_RECALL} of ASCII texts)"
         self._tokenizer = load_tokenizer(folder)
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self._entailment = entailment[0]
