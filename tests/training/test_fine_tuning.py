@@ -1,11 +1,13 @@
 """Real training of tiny models: it learns, resumes exactly, and stops without losing anything."""
 
+import copy
 import dataclasses
 import signal
 
 import pytest
 import torch
 
+from conftest import tiny_model
 from divdec import UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
@@ -231,6 +233,30 @@ def test_cross_entropy_of_labelled_tokens_alone_equals_the_models_own_loss(examp
     loss.backward()
     for one, other in zip(ours.parameters(), own.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{"pad_token": None}, {"padding_side": "left"}])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_batches_are_padded_on_the_right_whatever_the_tokenizer_says(examples, tokenizer, family, settings):
+    other = copy.deepcopy(tokenizer)
+    for name, value in settings.items():
+        setattr(other, name, value)
+    batch = Collator(other)([dataclasses.asdict(example) for example in (examples[0], examples[5])])
+    for row, example in enumerate((examples[0], examples[5])):
+        length = len(example.input_ids)
+        assert batch["input_ids"][row, :length].tolist() == example.input_ids
+        assert batch["labels"][row, :length].tolist() == example.labels
+        assert batch["attention_mask"][row].tolist() == [int(i < length) for i in range(batch["labels"].shape[1])]
+        assert set(batch["labels"][row, length:].tolist()) <= {-100}
+    model = tiny_model(family, len(tokenizer), seed=0)
+    assert mean_loss(model, other, examples, 7) == pytest.approx(mean_loss(model, other, examples, 1), rel=1e-5)
+
+
+def test_training_without_a_padding_token_gives_same_weights(examples, tokenizer, tmp_path, whole):
+    other = copy.deepcopy(tokenizer)
+    other.pad_token = None
+    trained, _ = fine_tune(model_for(tokenizer), other, examples, SETTINGS, tmp_path, title="unpadded")
+    torch.testing.assert_close(weights(trained), weights(whole[0]), rtol=0, atol=1e-6)
 
 
 def test_auto_precision_is_bfloat16_for_large_models_on_a_cpu_that_has_it(tokenizer, monkeypatch):

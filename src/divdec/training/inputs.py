@@ -12,9 +12,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
-from transformers import DataCollatorForSeq2Seq
 
-from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set
+from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
 from divdec.errors import UsageError
 from divdec.model.checkpoint import CheckpointReference, check_plain, check_weights, load_config
@@ -171,18 +170,26 @@ class ExampleDataset(Dataset[dict[str, Any]]):
 
 
 class Collator:
-    """Pads examples and companions to the longest of each."""
+    """Pads examples and companions on the right to the longest of each.
+
+    The tokenizer may lack a padding token, and its `padding_side` has no effect: on the left, padding would move tokens
+    of models with absolute positions.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, companions: Sequence[str] = ()) -> None:
-        self._pad = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED, padding=True)
+        self._padding = padding_id(tokenizer)
         self._companions = tuple(companions)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the rows as a batch; see `Objective.loss`."""
         batch = {INDEX: torch.tensor([row[INDEX] for row in rows])} if INDEX in rows[0] else {}
         for prefix in ("", *(f"{name}_" for name in self._companions)):
-            fields = [{name: row[prefix + name] for name in ("input_ids", "labels")} for row in rows]
-            batch |= {prefix + name: tensor for name, tensor in self._pad(fields).items()}
+            ids, labels = ([row[prefix + name] for row in rows] for name in ("input_ids", "labels"))
+            batch |= {
+                f"{prefix}input_ids": padded(ids, self._padding),
+                f"{prefix}attention_mask": padded([[1] * len(row) for row in ids], 0),
+                f"{prefix}labels": padded(labels, IGNORED),
+            }
         return batch
 
     def batches(
