@@ -14,6 +14,7 @@ from divdec.runs import (
     RunFolder,
     check_output,
     output_folder,
+    path_digests,
     read_record,
     record,
     settings_hash,
@@ -131,6 +132,18 @@ def test_lock_of_a_killed_process_does_not_block(tmp_path):
         process.kill()
     with RunFolder.open(tmp_path / "out", "train", {}, {}) as run:
         assert run.resumed
+
+
+def test_digests_of_named_paths_change_with_their_content(tmp_path):
+    (tmp_path / "folder" / ".cache").mkdir(parents=True)
+    (tmp_path / "folder" / "weights").write_text("a")
+    (tmp_path / "folder" / ".cache" / "x").write_text("not read")
+    (tmp_path / "file").write_text("a")
+    options = {name: str(tmp_path / name) for name in ("folder", "file", "absent")} | {"number": 3, "none": None}
+    before = path_digests(options)
+    assert before == {"folder": {"weights": before["file"]}, "file": before["file"]}
+    (tmp_path / "folder" / "weights").write_text("b")
+    assert path_digests(options)["folder"] != before["folder"]
 
 
 def test_foreign_folder_gets_no_lock(tmp_path):

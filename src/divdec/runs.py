@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -208,7 +208,8 @@ class ResumableOutput:
                 raise UsageError(f"output {path} cannot be written: {error.strerror}") from None
         if self.items.pop("settings", {}).get("fingerprint") != fingerprint:
             raise UsageError(
-                f"{path} holds items of a run with other settings; repeat those to resume it, or remove the file"
+                f"{path} holds items of a run with other settings, models or takedown requests; repeat those to resume "
+                "it, or remove the file"
             )
 
     def _read(self) -> None:
@@ -323,6 +324,27 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 by name of all files in a folder and its subfolders; hidden ones do not count."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    names = {file.relative_to(folder): file for file in files}
+    return {
+        name.as_posix(): file_sha256(file)
+        for name, file in names.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def path_digests(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digests of the files and folders that options name, by option."""
+    named = {name: Path(value).expanduser() for name, value in options.items() if isinstance(value, str) and value}
+    return {
+        name: folder_digests(path) if path.is_dir() else file_sha256(path)
+        for name, path in named.items()
+        if path.exists()
+    }
 
 
 def versions() -> dict[str, str | None]:

@@ -1,14 +1,19 @@
 """`divdec remote`: answers, resuming a stopped run, and errors of one line."""
 
 import json
+import shutil
 import signal
 import threading
 import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from divdec.cli import main
+from divdec.data.records import texts_of
+from divdec.runs import lock_file, unlock_file
+from divdec.takedowns.registry import Registry
 
 TEXTS = ("Question: Who is", "The author was born")
 
@@ -77,6 +82,40 @@ def test_interrupted_evaluation_is_resumed(verb, provider, expected, tokenizer, 
     assert (output.read_bytes(), there.seen) == (written, [])
     assert verb(*options, "--overwrite", at=there.url) == 0
     assert output.read_bytes() == written
+
+
+def test_evaluation_resumes_only_with_the_same_experts_and_requests(
+    models, provider, tokenizer, world, tmp_path, capsys
+):
+    registry = Registry.create(tmp_path / "registry", texts_of("retain", world.corpus[1:80:2]), models / "target")
+    parts = {name: shutil.copytree(models / name, tmp_path / name) for name in ("target", "retain", "forget")}
+    second = tokenizer(TEXTS[1]).input_ids
+    there = provider(request=lambda body: (503, "gone") if body["prompt"][: len(second)] == second else None)
+    command = [
+        "remote", "--tokenizer", parts["target"], "--retain-auxiliary", parts["retain"], "--forget-auxiliary",
+        parts["forget"], "--registry", registry.folder, "--steering", "linear:1.5", "--endpoint", f"{there.url}/v1",
+        "--model", "plain", "--retries", "0", "--tries", "60", "--raw", "--concurrency", "1", "--max-new-tokens", "4",
+        "--output", tmp_path / "answers.txt", "--prompt", *TEXTS,
+    ]  # fmt: skip
+    command = list(map(str, command))
+
+    def run():
+        assert main(command) == 2
+        return capsys.readouterr().err
+
+    assert "gone" in run()
+    assert "gone" in run()  # nothing has changed: it resumes
+    lock = lock_file(tmp_path / ".answers.txt.lock", "locked")
+    assert "another `divdec remote` is writing" in run()
+    unlock_file(lock)
+    weights = (parts["forget"] / "model.safetensors").read_bytes()
+    retrained = {name: 1.1 * weight for name, weight in load_file(parts["forget"] / "model.safetensors").items()}
+    save_file(retrained, parts["forget"] / "model.safetensors", metadata={"format": "pt"})
+    assert "other settings, models or takedown requests" in run()
+    (parts["forget"] / "model.safetensors").write_bytes(weights)
+    assert "gone" in run()
+    registry.add("case", texts_of("t", [world.corpus[0]]))
+    assert "other settings, models or takedown requests" in run()
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")

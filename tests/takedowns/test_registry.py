@@ -26,6 +26,7 @@ from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model
+from divdec.model.loading import answer_digests
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.registry import STRENGTH, Registry
@@ -674,6 +675,28 @@ def test_invalid_references_are_rejected(registry, articles, reference):
     with pytest.raises(UsageError, match="reference"):
         registry.add("one", texts_of("t", articles[10:11]), reference)
     assert registry.entries() == []
+
+
+def test_digests_of_a_bundle_depend_on_the_requests_and_the_parts(registry, folder, checkpoints, articles, tmp_path):
+    parts = {name: shutil.copytree(checkpoints / name, tmp_path / name) for name in ("target", "retain", "forget")}
+    bundle = write_bundle(
+        tmp_path / "bundle", target=str(parts["target"]), retain_auxiliary=str(parts["retain"]),
+        forget_auxiliary=str(parts["forget"]), registry=str(folder), steering="linear:1",
+    )  # fmt: skip
+
+    def digests():
+        return [answer_digests(bundle, verified=verified) for verified in (True, False)]
+
+    first = digests()
+    assert digests() == first
+    registry.add("case", texts_of("t", articles[20:21]))
+    second = digests()
+    registry.remove("case")
+    third = digests()
+    assert len({one["registry"] for one, _ in (first, second, third)}) == 3
+    (parts["forget"] / "generation_config.json").write_text('{"top_k": 1}')
+    assert digests()[0] == third[0]  # the bundle names its parts' digests, which loading compares
+    assert digests()[1] != third[1]
 
 
 def test_ids_that_differ_in_normalisation_are_the_same_request(folder, registry, articles, capsys):

@@ -347,16 +347,31 @@ def test_overwriting_a_run_keeps_other_files(run, tmp_path):
     DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
 
 
-def test_run_resumes_only_with_same_base_model(files, tmp_path, checkpoints, monkeypatch):
-    base = shutil.copytree(files["base"], tmp_path / "base")
-    files["base"] = str(base)
+def test_run_resumes_only_with_the_same_inputs(files, tmp_path, checkpoints, monkeypatch):
+    for name in ("base", "target"):
+        files[name] = str(shutil.copytree(files[name], tmp_path / name))
+    neutral = tmp_path / "neutral.jsonl"
+    neutral.write_bytes(Path(files["retain"]).read_bytes())
+    files["neutral"] = str(neutral)
     monkeypatch.setattr(auxiliaries, "fine_tune", _interrupted)
-    with pytest.raises(Interrupted):
-        train(files)
-    monkeypatch.undo()
-    shutil.copyfile(checkpoints / "retain" / "model.safetensors", base / "model.safetensors")
-    with pytest.raises(UsageError, match="unfinished run with other settings or data"):
-        train(files)
+
+    def weights(name):
+        shutil.copyfile(checkpoints / "retain" / "model.safetensors", Path(files[name]) / "model.safetensors")
+
+    for named, change in (
+        ("base files", lambda: weights("base")),
+        ("target files", lambda: (tmp_path / "target" / "generation_config.json").write_text('{"top_k": 1}')),
+        ("neutral records", lambda: neutral.write_bytes(Path(files["forget"]).read_bytes())),
+        (
+            "forget records",
+            lambda: Path(files["forget"]).write_text(json.dumps({"question": "Who?", "answer": "Ana."})),
+        ),
+    ):
+        with pytest.raises(Interrupted):
+            train(files, overwrite=True)
+        change()
+        with pytest.raises(UsageError, match=rf"unfinished run with other settings or data \({named} differ\)"):
+            train(files)
 
 
 def _interrupted(*arguments, **options):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
 from divdec.model.checkpoint import vocabulary_sha256
 from divdec.training import distillation
-from divdec.training.distillation import DistillationMetrics, distill
+from divdec.training.distillation import DistillationMetrics, distill, prepare
 from divdec.training.distillation_loss import (
     Distillation,
     divergence,
@@ -528,6 +529,17 @@ def test_resumed_distillation_gives_same_student(bundle, data, tmp_path, monkeyp
     assert resumed["before"] == whole["before"]
     assert resumed["training"]["steps"] == 6
     assert not (tmp_path / "cut.work").exists()
+
+
+def test_distillation_depends_on_the_bundles_template(bundle, data, tmp_path):
+    copied = Path(shutil.copytree(bundle, bundle.parent / "copied"))
+    settings = settings_for(copied, data, tmp_path / "student")
+    decides = prepare(settings, print).decides
+    assert prepare(settings, print).decides == decides
+    (copied / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    changed = prepare(settings, print).decides
+    assert {name for name in decides if decides[name] != changed[name]} == {"tokens"}
+    shutil.rmtree(copied)
 
 
 def test_non_finite_distillation_loss_keeps_last_epoch_without_student(bundle, data, tmp_path, monkeypatch):

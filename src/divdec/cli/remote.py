@@ -16,8 +16,10 @@ from divdec.errors import UsageError
 from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least
 
 if TYPE_CHECKING:
+    from divdec.remote.experts import ExpertSources, LoadedExperts
     from divdec.remote.target import RemoteAnswer, RemoteTarget
     from divdec.runs import ResumableOutput
+    from divdec.steering import Steering
 
 
 @Parameter(name="*")
@@ -124,15 +126,17 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import quiet
-    from divdec.runs import ResumableOutput, settings_hash, write_text
+    from divdec.remote.experts import load_experts, source_digests
+    from divdec.runs import LOCK, ResumableOutput, lock_file, settings_hash, unlock_file, write_text
 
     experts.check()
     file = output.prepare()
     quiet()
-    target = _target(provider, experts, device)
+    sources, steering = _sources(experts, device)
+    loaded = load_experts(sources)
+    target = _target(provider, loaded, steering)
     records = prompts.read(target.completions.tokenizer)
     encoded = prompts.encode(records, target.completions.tokenizer)
-    # A bundle may be written anew under its name.
     decisive = {
         "provider": dataclasses.asdict(dataclasses.replace(provider, concurrency=1, retries=0, timeout=0)),
         "experts": dataclasses.asdict(experts),
@@ -141,13 +145,18 @@ def remote(
         "json": printing.json,
         "device": device,
         "rule": str(target.steering),
-        "parts": _bundle_digest(experts),
     }
-    partial = None if file is None else file.with_name(f"{file.name}.partial")
-    answers = ResumableOutput(partial, settings_hash(decisive))
     lines: list[str] = []
     texts = [record.prompt or [dataclasses.asdict(turn) for turn in record.messages] for record in records]
+    partial = lock = None
+    answers = ResumableOutput(None)
     try:
+        if file is not None:
+            busy = f"another `divdec remote` is writing {file}; wait for it, or give another --output"
+            lock = lock_file(file.with_name(f".{file.name}{LOCK}"), busy)
+            partial = file.with_name(f"{file.name}.partial")
+            # Models and registries may change under their names.
+            answers = ResumableOutput(partial, settings_hash([decisive, source_digests(sources, loaded)]))
         if file is None and len(records) == 1 and not printing.json:
             for piece in target.stream(encoded[0], **_arguments(decoding, 0)):
                 print(piece, end="", flush=True)
@@ -161,49 +170,44 @@ def remote(
             write_text(file, "".join(f"{line}\n" for line in lines))
             partial.unlink()
     finally:
+        if lock is not None:
+            unlock_file(lock)
         target.close()
         if target.completions.usage.requests:
             print(_summary(target), file=sys.stderr)
 
 
-def _target(provider: Provider, experts: RemoteExperts, device: str) -> RemoteTarget:
-    from divdec.cli.loading import device_map, warn_if_unsteered
+def _sources(experts: RemoteExperts, device: str) -> tuple[ExpertSources, Steering]:
+    from divdec.cli.loading import device_map
+    from divdec.remote.experts import ExpertSources, sources_from_bundle
+    from divdec.steering import Steering
+
+    where = device_map(device)
+    steering = None if experts.steering is None else Steering.parse(experts.steering)
+    if experts.bundle is not None:
+        sources, stored = sources_from_bundle(experts.bundle, where)
+        return sources, stored if steering is None else dataclasses.replace(steering, vocabulary=stored.vocabulary)
+    assert experts.tokenizer is not None
+    sources = ExpertSources(
+        experts.tokenizer, experts.retain_auxiliary, experts.forget_auxiliary, experts.ngram, experts.registry,
+        bridge=experts.bridge, device=where,
+    )  # fmt: skip
+    return sources, steering or Steering()  # without effect: a registry needs no rule
+
+
+def _target(provider: Provider, loaded: LoadedExperts, steering: Steering) -> RemoteTarget:
+    from divdec.cli.loading import warn_if_unsteered
     from divdec.remote.bias import BiasLimits
     from divdec.remote.client import Endpoint
-    from divdec.remote.experts import ExpertSources, load_experts, sources_from_bundle
     from divdec.remote.target import RemoteSettings, RemoteTarget
-    from divdec.steering import Steering
 
     endpoint = Endpoint(
         provider.endpoint, provider.model, provider.api_key_env, timeout=provider.timeout, retries=provider.retries
     )
     limits = BiasLimits(provider.bias_entries, provider.bias_largest)
     settings = RemoteSettings(provider.method, limits, provider.block, provider.tries)
-    where = device_map(device)
-    steering = None if experts.steering is None else Steering.parse(experts.steering)
-    if experts.bundle is not None:
-        sources, stored = sources_from_bundle(experts.bundle, where)
-        steering = stored if steering is None else dataclasses.replace(steering, vocabulary=stored.vocabulary)
-    else:
-        assert experts.tokenizer is not None
-        sources = ExpertSources(
-            experts.tokenizer, experts.retain_auxiliary, experts.forget_auxiliary, experts.ngram, experts.registry,
-            bridge=experts.bridge, device=where,
-        )  # fmt: skip
-    steering = steering or Steering()  # without effect: a registry needs no rule
-    loaded = load_experts(sources)
     warn_if_unsteered(steering)
     return RemoteTarget(endpoint, loaded, steering, settings, _extra(provider))
-
-
-def _bundle_digest(experts: RemoteExperts) -> str | None:
-    """Return the digest of the bundle's configuration, which names all that it refers to."""
-    if experts.bundle is None:
-        return None
-    from divdec.model.loading import find_bundle
-    from divdec.runs import file_sha256
-
-    return file_sha256(find_bundle(experts.bundle) / "config.json")
 
 
 def _extra(provider: Provider) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import Example, Format, encode_records, encode_set, padding_id
@@ -180,6 +181,12 @@ class StageCache:
         tokens = [[example.input_ids, example.labels] for example in examples]
         key = settings_hash([origin, dataclasses.asdict(settings), tokens, len(self.tokenizer)])
         folder = self.folder / f"{name.replace(' ', '-')}-{key}"
+        with FileLock(self.folder / f"{folder.name}.lock"):  # another demo may be training the same stage
+            return self._run(name, start, examples, settings, folder)
+
+    def _run(
+        self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings, folder: Path
+    ) -> Path:
         if (folder / STAGE_RECORD).is_file():
             self.seconds[name] = read_json(folder / STAGE_RECORD)["seconds"]
             self.report(f"{name}: in the cache")

@@ -23,13 +23,13 @@ from divdec.model.bundle import is_bundle, read_config
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_weights,
-    digests,
     dtype_for_passes,
     load_model,
     load_tokenizer,
 )
+from divdec.model.loading import answer_digests
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import RECORD, RunFolder, read_record, record, settings_hash, write_json
+from divdec.runs import RECORD, RunFolder, path_digests, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -72,7 +72,12 @@ def evaluate(
     data_digest, evaluate_suite = _suite(settings, report)
     runs = _model_runs(settings, output)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
-    decides |= {"models digests": [digests(run.checkpoint) for run in runs], "data digest": data_digest}
+    names = ("retain_results", "fluency", "reference", "attack_prompts", "judge")
+    decides |= {
+        "models' files": [answer_digests(run.checkpoint, verified=not settings.no_verify) for run in runs],
+        "data files": data_digest,
+        "other files": path_digests({name: getattr(settings, name) for name in names}),
+    }
     files = (SUMMARY, ITEMS, PROMPTS)
     folders = [folder.relative_to(output) for run in runs for folder in run.folders]
     stale = [(folder / file).as_posix() for folder in folders for file in files]

@@ -42,6 +42,10 @@ class Correction(Protocol):
         """Return the newest state of the registry."""
         ...
 
+    def state_digest(self) -> str:
+        """Return a digest of the newest state of the registry, which every change changes."""
+        ...
+
     def correction(
         self,
         input_ids: Tensor,

@@ -20,8 +20,8 @@ from divdec.imaging.files import read_folder
 from divdec.imaging.models import ImageLayout, load_image_files, restrict_to_codes
 from divdec.imaging.settings import ImageTrainSettings
 from divdec.model.bundle import rewrite_steering
-from divdec.model.checkpoint import CheckpointReference, check_apart, digests
-from divdec.runs import RunFolder, read_record
+from divdec.model.checkpoint import CheckpointReference, check_apart
+from divdec.runs import RunFolder, folder_digests, read_record
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
 from divdec.training.inputs import join_processes, on_main
@@ -69,7 +69,12 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
     report(f"{len(images)} images of {len(names)} classes, of which {len(forget)} are to be forgotten")
     labels = [classes[index] for index in indices]
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
-    decides = [same_settings, digest(images), labels, digests(target), base and digests(base)]
+    decides = {
+        **same_settings,
+        "image files": [digest(images), labels],
+        "target files": folder_digests(target),
+        "base files": None if base is None else folder_digests(base),
+    }
     sets = {name: output / "data" / f"{name}.jsonl" for name in ("forget", "retain")}
     run = RunFolder.open(
         output, VERB, settings, decides, overwrite=settings.overwrite, stale=("data/*.jsonl",), on_main=on_main

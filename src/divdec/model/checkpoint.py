@@ -147,10 +147,25 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
     return Path(folder)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 by file name of the files that decide what a model reads and computes."""
-    names = sorted({path.relative_to(folder).as_posix() for pattern in HASHED for path in folder.glob(pattern)})
+def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:
+    """Return the SHA-256 by file name of the files that decide what a model reads and computes.
+
+    Args:
+        folder: the checkpoint.
+        weights: False leaves out the weights, whose files are large.
+    """
+    patterns = [pattern for pattern in HASHED if weights or not pattern.startswith("*.safetensors")]
+    names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
     return {name: file_sha256(folder / name) for name in names}
+
+
+def input_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of all files that decide a checkpoint's answers, for the fingerprint of a run.
+
+    These are `digests` and the settings of generation, which bundles do not verify.
+    """
+    settings = folder / "generation_config.json"
+    return digests(folder) | ({settings.name: file_sha256(settings)} if settings.is_file() else {})
 
 
 def check_weights(folder: Path) -> None:

@@ -21,12 +21,13 @@ from divdec.model.checkpoint import (
     check_tokenizer,
     check_weights,
     download,
+    input_digests,
     load_config,
     load_model,
     load_tokenizer,
     vocabulary_sha256,
 )
-from divdec.runs import file_sha256
+from divdec.runs import file_sha256, folder_digests, read_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -268,6 +269,34 @@ def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files
     if has_pair and paths["retain_auxiliary"] == paths["forget_auxiliary"]:
         raise UsageError(f"{folder}: both auxiliaries are {paths['retain_auxiliary']}; nothing would be forgotten")
     return paths
+
+
+def answer_digests(folder: Path, *, verified: bool) -> dict[str, Any]:
+    """Return digests of everything that decides the answers of a checkpoint or bundle, for the fingerprint of a run.
+
+    Args:
+        folder: the checkpoint or bundle.
+        verified: the parts are compared with the bundle's digests when it is loaded, and need not be read here. A
+            registry is followed, not verified: its present state is always part.
+
+    Raises:
+        UsageError: a part is missing.
+        FailedClosed: the registry is damaged.
+    """
+    from divdec.experts.correction import open_registry
+
+    content: dict[str, Any] = {"files": input_digests(folder)}
+    if read_json(folder / "config.json").get("model_type") != DivergenceConfig.model_type:
+        return content
+    config = read_config(folder)
+    if not verified:
+        paths = part_paths(folder, config, verify=False, local_files_only=False)
+        if config.ngram is not None:
+            paths["ngram"] = (folder / str(config.ngram.get("folder"))).resolve()
+        content |= {part: folder_digests(path) for part, path in paths.items()}
+    if config.registry is not None:
+        content["registry"] = open_registry(folder / str(config.registry.get("folder"))).state_digest()
+    return content
 
 
 def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts | None:

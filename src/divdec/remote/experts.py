@@ -22,10 +22,12 @@ from divdec.model.checkpoint import (
     check_same_vocabulary,
     check_tokenizer,
     check_weights,
+    digests,
     load_model,
     load_tokenizer,
     vocabulary_sha256,
 )
+from divdec.runs import file_sha256
 from divdec.steering import Steering
 from divdec.takedowns.correction import TakedownCorrection
 
@@ -139,6 +141,29 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
         )
     width = sources.vocab_size or min(one.vocab_size for one in (experts, takedowns) if one is not None)
     return LoadedExperts(tokenizer, experts, takedowns, _find_eos_token_ids(path, tokenizer), longest, width)
+
+
+def source_digests(sources: ExpertSources, loaded: LoadedExperts) -> dict[str, Any]:
+    """Return digests of everything that decides the shift of the logits, for the fingerprint of a run.
+
+    The registry's is that of its present state.
+    """
+    from divdec.experts.ngram_fit import DESCRIPTION
+
+    tokenizer = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
+    auxiliaries = [
+        CheckpointReference.parse(text).resolve(Path(), weights=True)
+        for text in (sources.retain, sources.forget)
+        if text is not None
+    ]
+    return {
+        **dataclasses.asdict(dataclasses.replace(sources, device="cpu")),
+        "tokenizer files": digests(tokenizer, weights=False),
+        "auxiliaries' files": [digests(folder) for folder in auxiliaries],
+        "ngram files": None if sources.ngram is None else file_sha256(Path(sources.ngram).expanduser() / DESCRIPTION),
+        "registry state": None if loaded.takedowns is None else loaded.takedowns.state_digest(),
+        "end of answers": loaded.eos_token_ids,
+    }
 
 
 def _load_pair(

@@ -37,11 +37,11 @@ from divdec.imaging.results import GROUPS, ImageTable, Mean, SettingResult, cell
 from divdec.imaging.sampling import decode, enlarged_grid
 from divdec.imaging.settings import ImageEvalSettings
 from divdec.imaging.training import digest
-from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain, digests
-from divdec.model.loading import find_bundle, read_config
+from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain
+from divdec.model.loading import answer_digests, find_bundle, read_config
 from divdec.report.page import write_page
 from divdec.report.style import GRID, PAGE_WIDTH, SERIES_STYLES, style, svg_text
-from divdec.runs import ResumableOutput, RunFolder, write_json, write_text
+from divdec.runs import ResumableOutput, RunFolder, folder_digests, path_digests, write_json, write_text
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def evaluate_images(
         raise UsageError(f"settings {' and '.join(again)} are the same in the tables; give each once")
     output = Path(settings.output).expanduser()
     bundle = find_bundle(settings.bundle)
-    config = read_config(bundle)
+    read_config(bundle)  # refuses a plain checkpoint
     layout, codec = load_image_files(bundle)
     for rule in rules:
         restrict_to_codes(rule, layout).check_vocabulary(layout.vocab_size)
@@ -317,10 +317,11 @@ def evaluate_images(
     forget, retain = _split_classes(settings, layout, classes)
     decides = [
         {name: value for name, value in dataclasses.asdict(settings).items() if name not in IRRELEVANT},
-        config.to_dict(),
-        [digests(folder) for folder in (*folders[1:], *([reference] if reference else []))],
+        answer_digests(bundle, verified=False),
+        None if reference is None else folder_digests(reference),
         dataclasses.asdict(layout),
-        digests(image_folder(bundle) / FOLDER),
+        folder_digests(image_folder(bundle) / FOLDER),
+        path_digests({"features": settings.features}),
         digest(pixels),
         real_labels,
     ]

@@ -114,6 +114,10 @@ class TakedownCorrection:
                 self._refresh()
             return self._snapshot
 
+    def state_digest(self) -> str:
+        """Return a digest of the newest state: the authentication code of the last event, which covers all."""
+        return f"{self.id} {self.snapshot().state.code.hex()}"
+
     def begin(self, cache: Cache) -> None:
         """Let an answer that continues from a cache follow the newest state of the registry."""
         if (held := own_cache(cache, SnapshotCache)) is not None:

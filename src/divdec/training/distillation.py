@@ -277,12 +277,18 @@ class DistillationJob:
         return settings_hash(references)
 
     @property
-    def decides(self) -> list[Any]:
+    def decides(self) -> dict[str, Any]:
         """All inputs of the student."""
-        settings = dataclasses.asdict(dataclasses.replace(self.settings, overwrite=False))
-        retain = None if self.retain is None else self.retain.sha256
-        start = digests(self.start)
-        return [settings, self.identity, self.steering.to_dict(), self.forget.sha256, retain, start]
+        return {
+            **dataclasses.asdict(dataclasses.replace(self.settings, overwrite=False)),
+            "bundle parts": self.identity,
+            "bundle rule": self.steering.to_dict(),
+            "forget records": self.forget.sha256,
+            "retain records": None if self.retain is None else self.retain.sha256,
+            # The bundle's tokenizer and chat template decide these.
+            "tokens": [(example.input_ids, example.labels) for name in self.sets for example in self.sets[name]],
+            "start files": digests(self.start),
+        }
 
     @property
     def cache(self) -> tuple[Path, Fingerprint] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from divdec.data.formatting import Format
 from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
-from divdec.model.checkpoint import check_apart, common_vocabulary_of, digests, load_tokenizer
+from divdec.model.checkpoint import check_apart, common_vocabulary_of, input_digests, load_tokenizer
 from divdec.research.baselines.eco import build_eco
 from divdec.research.baselines.filters import build_guardrail, build_ngram_filter
 from divdec.research.baselines.gradient import train_gradient_method
@@ -22,7 +22,7 @@ from divdec.research.baselines.logits import build_offset, build_ucd, build_uld,
 from divdec.research.baselines.methods import Method, method_of
 from divdec.research.baselines.representations import build_lunar, train_rmu
 from divdec.research.baselines.settings import BaselineSettings, HelpedSettings
-from divdec.runs import RECORD, RunFolder, output_folder
+from divdec.runs import RECORD, RunFolder, output_folder, path_digests
 from divdec.training.inputs import join_processes, limit_length, on_main, report_cut, report_sets, resolve_trainable
 
 MODEL, WORK = "model", "work"
@@ -91,8 +91,15 @@ def run_baseline(
         report_cut(records, tokenizer, form, report)
 
     values = dataclasses.asdict(settings) | dataclasses.asdict(options)
-    models = [digests(target), None if base is None else digests(base)]
-    decides = [method.name, values | {"overwrite": False}, forget.sha256, retain.sha256, *models]
+    decides = values | {
+        "overwrite": False,
+        "method": method.name,
+        "forget records": forget.sha256,
+        "retain records": retain.sha256,
+        "target files": input_digests(target),
+        "base files": None if base is None else input_digests(base),
+        "other files": path_digests(dataclasses.asdict(options)),
+    }
     run = RunFolder.open(
         output, "baseline", values, decides, overwrite=settings.overwrite, stale=(MODEL, WORK),
         on_main=on_main, method=method.name,

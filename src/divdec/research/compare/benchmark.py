@@ -19,7 +19,7 @@ from divdec.evaluation.muse import read_muse
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.tofu import TofuData, read_tofu
 from divdec.model.bundle import read_config
-from divdec.model.checkpoint import CheckpointReference, digests
+from divdec.model.checkpoint import CheckpointReference, input_digests
 from divdec.model.loading import part_paths
 from divdec.research.compare.muse_news import forget_and_retain, is_muse, muse_small
 from divdec.research.compare.settings import CompareSettings
@@ -85,7 +85,7 @@ class Benchmark:
     def identity(self) -> str:
         """Digest of models, data and questions."""
         folders = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary, self.base)
-        models = [None if folder is None else digests(folder) for folder in folders]
+        models = [None if folder is None else input_digests(folder) for folder in folders]
         sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.suite.data)]
         return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
 
