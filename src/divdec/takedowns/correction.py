@@ -21,10 +21,12 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.protocol import own_cache
-from divdec.experts.token_cache import TokenCache
+from divdec.experts.token_cache import TokenCache, masked
 from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.takedowns.canonical import CanonicalReader
 from divdec.takedowns.counts import RequestCounts, sum_counts
+from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import RETAIN, State, Store
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ class TakedownCorrection:
         retain = NgramCounts.load(self.folder / RETAIN)
         if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
             raise UsageError(f"{self.folder}: {RETAIN} holds other counts than the registry's; restore it")
+        self.reader = CanonicalReader(Registry(self.folder).tokenizer(), self.vocab_size)
+        """Reads contexts in canonical form."""
         self.retain = StupidBackoff(retain)
         """The n-gram model of the retain set, which no request changes."""
         self._lock = threading.Lock()
@@ -146,13 +150,17 @@ class TakedownCorrection:
         if held is not None and not held.get_seq_length():
             self.begin(held)
         snapshot = self.snapshot() if held is None else held.snapshot
-        if snapshot.pair is not None:
-            strength = snapshot.state.strength if self._strength is None else self._strength
-            return strength * snapshot.pair.divergence(input_ids, attention_mask, None, held, logits_to_keep)
-        if held is not None:
-            held.token_layer.extend(input_ids, attention_mask)
+        tokens = (masked if held is None else held.token_layer.extend)(input_ids, attention_mask)
         positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
-        return torch.zeros(input_ids.shape[0], positions, self.vocab_size, device=input_ids.device)
+        if snapshot.pair is None:
+            return torch.zeros(input_ids.shape[0], positions, self.vocab_size, device=input_ids.device)
+        retain, forget = snapshot.pair.retain, snapshot.pair.forget
+        correction = self.reader.scores(
+            *self.reader.read(tokens.numpy(), positions, self.order - 1),
+            lambda contexts: retain.scores(contexts).sub_(forget.scores(contexts)),
+        )
+        strength = snapshot.state.strength if self._strength is None else self._strength
+        return correction.mul_(strength).view(len(tokens), positions, self.vocab_size).to(input_ids.device)
 
     def differences(self) -> dict[str, float]:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from divdec.data.formatting import documents
 from divdec.data.records import RecordSet
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
+from divdec.takedowns.canonical import CanonicalReader
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.store import (
     DATABASE,
@@ -116,7 +116,7 @@ class Registry:
             sha256 = files.vocabulary_sha256(tokenizer)
             (temporary / RETAIN).mkdir()
             fit(
-                documents(retain, tokenizer), vocab_size, temporary / RETAIN,
+                CanonicalReader(tokenizer, vocab_size).documents(retain), vocab_size, temporary / RETAIN,
                 order=order, progress=progress, tokenizer=sha256,
             )  # fmt: skip
             tokenizer.save_pretrained(temporary / TOKENIZER)
@@ -195,7 +195,8 @@ class Registry:
         """
         request_id = normal_id(request_id)
         _check_labels(request_id, reference)
-        tokens = [np.asarray(ids) for ids in documents(texts, self.tokenizer())]
+        reader = CanonicalReader(self.tokenizer(), self.vocab_size)
+        tokens = [np.asarray(ids) for ids in reader.documents(texts)]
         counts = count(tokens, self.vocab_size, self.order)
         retain = NgramCounts.load(self.folder / RETAIN, verify=False)
         retained = find_retained_passages(retain, tokens)

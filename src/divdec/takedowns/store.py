@@ -30,7 +30,7 @@ from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256
 from divdec.takedowns.counts import PackedCounts
 
-DATABASE, FORMAT = "registry.db", "divdec registry 3"
+DATABASE, FORMAT = "registry.db", "divdec registry 4"
 RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
 KEY_FILE, ENVIRONMENT = "secret.key", "DIVDEC_REGISTRY_KEY"
 KEY_BYTES, NONCE_BYTES = 32, 12  # of AES-256-GCM
@@ -193,7 +193,10 @@ class Store:
         except (ValueError, KeyError, TypeError) as error:
             raise FailedClosed(f"{self.path} does not describe a registry ({error}); restore it") from None
         if written_by != FORMAT:
-            raise UsageError(f"{folder} has the format {written_by!r}; this divdec reads {FORMAT!r}")
+            raise UsageError(
+                f"{folder} has the format {written_by!r}; this divdec reads {FORMAT!r}: create another one (divdec "
+                "takedown init NEW_FOLDER --target … --retain …) and add the requests to it again"
+            )
         key, source = read_key(folder)
         self.keys = RegistryKeys(key, registry_id)
         if not hmac.compare_digest(self.keys.check.encode(), key_check.encode()):

@@ -1,0 +1,238 @@
+"""Canonical text: the form in which takedown requests are counted and in which a model's context is looked up.
+
+The same text has many spellings and many tokenizations: two spaces for one, a no-break space, a zero-width character
+inside a word, a decomposed accent, another split into tokens. Counts of token ids miss all but one of them. So both
+sides are folded first: the texts of a request, and the text of the tokens before each position.
+"""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import regex
+
+from divdec.bridge.token_bytes import token_bytes
+from divdec.data.formatting import BATCH
+from divdec.data.records import RecordSet
+from divdec.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+WINDOW = 32  # tokens that a context is folded from at least; vLLM's token memory holds no more
+MARGIN = 2  # canonical tokens before a context: the first of a window may begin inside a word
+MAX_WINDOWS = 4096  # whose canonical tokens are kept
+PADDING = -1  # in place of padding tokens, and before contexts that are shorter
+
+_IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}|\p{Cf}")
+_SPACES = regex.compile(r"\s+")
+_FOLDED = str.maketrans(
+    dict.fromkeys("‘’‚‛′ʼ`´", "'") | dict.fromkeys("“”„‟″«»", '"') | dict.fromkeys("‐‑‒–—―−", "-") | {"…": "..."}
+)
+
+
+def canonical_text(text: str) -> str:
+    """Fold a text: NFC, no invisible characters, plain quotes and dashes, one space for each run of white space.
+
+    White space at both ends is kept as one space.
+    """
+    if text.isascii():
+        return _SPACES.sub(" ", text.translate(_FOLDED))
+    text = _IGNORABLE.sub("", unicodedata.normalize("NFC", text))
+    # Removing a character can bring a letter and its accent together.
+    return _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED))
+
+
+class CanonicalReader:
+    """Canonical tokens of texts, and canonical contexts of token ids, for one tokenizer.
+
+    A text begins as if a space came before it, so that its first word has the tokens that it has elsewhere.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        """Read the bytes of each token.
+
+        A tokenizer that does not say which bytes its tokens stand for is read as it is: contexts are token ids.
+
+        Args:
+            tokenizer: the tokenizer.
+            vocab_size: width of the corrections.
+        """
+        self._tokenizer: Any = tokenizer
+        self._bytes: list[bytes | None] | None = None
+        self._windows: dict[tuple[bool, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
+        try:
+            self._bytes = token_bytes(tokenizer)
+        except UsageError:
+            return
+        first = self._encode(["a"])[0][:1]
+        self._adds_space = bool(first) and (self._bytes[first[0]] or b"").startswith(b" ")
+        self._vocab_size = vocab_size
+
+    def documents(self, records: RecordSet) -> Iterator[list[int]]:
+        """Tokenize the canonical form of each text, and of each turn of a conversation, without its layout.
+
+        Raises:
+            UsageError: a record has no token.
+        """
+        for start in range(0, len(records), BATCH):
+            batch = records.records[start : start + BATCH]
+            texts = [
+                [*(turn.content for turn in record.messages), f"{record.prompt or ''}{record.answer}"]
+                for record in batch
+            ]
+            ids = iter(self._encode([self._canonical(text) for turns in texts for text in turns]))
+            for record, turns in zip(batch, texts, strict=True):
+                encoded = [tokens for _ in turns if (tokens := next(ids))]
+                if not encoded:
+                    raise UsageError(f"{record.location or 'a record'}: the text is empty")
+                yield from encoded
+
+    def _canonical(self, text: str) -> str:
+        return text if self._bytes is None else self._lead(canonical_text(text).strip())
+
+    def read(self, tokens: np.ndarray, number: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the canonical context of each of the last positions.
+
+        Args:
+            tokens: int64 [batch, tokens], −1 for padding.
+            number: number of positions, counted from the end.
+            length: number of tokens of each context.
+
+        Returns:
+            Contexts, int64 [batch · number, length], −1 in front of shorter ones; the contexts without the white space
+            at their end, of the same shape; and bool [batch · number]: whether white space, or nothing, comes after
+            them.
+        """
+        batch, width = tokens.shape
+        contexts, words = (np.full((batch * number, length), PADDING, dtype=np.int64) for _ in range(2))
+        spaces = np.zeros(batch * number, dtype=bool)
+        for row in range(batch):
+            columns = np.flatnonzero(tokens[row] != PADDING)
+            ids = tokens[row, columns].tolist()
+            ends = np.searchsorted(columns, np.arange(width - number, width), side="right").tolist()
+            for index, end in enumerate(ends, start=row * number):
+                context, word, spaces[index] = self._read_context(ids, end, length)
+                for array, values in ((contexts, context), (words, word)):
+                    if values:
+                        array[index, -len(values) :] = values
+        return contexts, words, spaces
+
+    def scores(
+        self, contexts: np.ndarray, words: np.ndarray, spaces: np.ndarray, score: Callable[[np.ndarray], Tensor]
+    ) -> Tensor:
+        """Return the scores of the next token, in every spelling of it.
+
+        Args:
+            contexts: from `read`.
+            words: from `read`.
+            spaces: from `read`.
+            score: the scores of canonical tokens after contexts; it returns float32 [contexts, vocab].
+        """
+        import torch
+
+        result = score(contexts)
+        if self._bytes is None:
+            return result
+        ids, sources = self._spellings
+        result[:, ids] = torch.minimum(result[:, ids], result[:, sources])
+        if spaces.any():  # a word without a space now continues the text as the word with one does
+            rows = torch.from_numpy(np.flatnonzero(spaces))
+            after_words = score(words[spaces])
+            ids, sources = self._words
+            after_words[:, ids] = torch.minimum(after_words[:, ids], after_words[:, sources])
+            result[rows] = torch.minimum(result[rows], after_words)
+        return result
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _lead(self, text: str) -> str:
+        return text if self._adds_space or not text else f" {text}"
+
+    def _read_context(self, ids: list[int], end: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        if self._bytes is None:
+            context = tuple(ids[max(end - length, 0) : end])
+            return context, context, False
+        size = WINDOW
+        while True:
+            start = max(end - size, 0)
+            key = (start == 0, tuple(ids[start:end]))  # at the start of a sequence, a space comes first
+            if (folded := self._windows.get(key)) is None:
+                if len(self._windows) >= MAX_WINDOWS:
+                    self._windows.clear()
+                folded = self._windows[key] = self._fold(ids[start:end], start == 0)
+            # A run of invisible characters must not empty the context.
+            if start == 0 or len(folded[1]) >= length + MARGIN:
+                return folded[0][-length:], folded[1][-length:], folded[2]
+            size *= 2
+
+    def _fold(self, ids: Sequence[int], is_start: bool) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """Return the canonical tokens of a window, those without the space at its end, and whether it has one."""
+        assert self._bytes is not None
+        pieces = [(self._bytes[token] or b"") if token < len(self._bytes) else b"" for token in ids]
+        whole = len(pieces)
+        data = b"".join(pieces)
+        while whole and not _ends_with_character(data):  # the last tokens are parts of a character
+            whole -= 1
+            data = data[: len(data) - len(pieces[whole])]
+        rest = [token for token, piece in zip(ids[whole:], pieces[whole:], strict=True) if piece]
+        text = canonical_text(data.decode("utf-8", "ignore"))
+        if is_start or text.startswith(" "):
+            text = self._lead(text.lstrip())
+        body = text.rstrip()
+        words = [*self._encode([body])[0], *rest] if body else rest
+        if rest or (body and body == text):
+            return tuple(words), tuple(words), False
+        return tuple(self._encode([text])[0]), tuple(words), True
+
+    @functools.cached_property
+    def _spellings(self) -> tuple[Tensor, Tensor]:
+        """Ids of tokens whose text is not canonical, and of the tokens with their canonical text."""
+        return self._pair_tokens(lambda text: text)
+
+    @functools.cached_property
+    def _words(self) -> tuple[Tensor, Tensor]:
+        """Ids of tokens without a space before their text, and of the tokens that have one."""
+        return self._pair_tokens(lambda text: f" {text.lstrip()}")
+
+    def _pair_tokens(self, change: Callable[[str], str]) -> tuple[Tensor, Tensor]:
+        import torch
+
+        texts = [_decoded(piece) for piece in (self._bytes or ())[: self._vocab_size]]
+        first: dict[str, int] = {}
+        for token, text in enumerate(texts):
+            first.setdefault(text, token)
+        pairs = [
+            (token, canonical)
+            for token, text in enumerate(texts)
+            if (folded := canonical_text(text)).strip() and (canonical := first.get(change(folded), token)) != token
+        ]
+        ids, sources = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
+        return ids, sources
+
+
+def _decoded(piece: bytes | None) -> str:
+    """Return the text of a token; nothing for a special token and for a part of a character."""
+    try:
+        return (piece or b"").decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _ends_with_character(data: bytes) -> bool:
+    """Whether bytes end with a whole UTF-8 character, or with one that later bytes cannot complete."""
+    for back in range(1, min(len(data), 3) + 1):
+        byte = data[-back]
+        if byte & 0xC0 == 0x80:
+            continue
+        needed = 1 if byte < 0x80 else 2 if byte >> 5 == 6 else 3 if byte >> 4 == 14 else 4 if byte >> 3 == 30 else 1
+        return needed <= back
+    return True
