@@ -29,6 +29,8 @@ class Correction(Protocol):
     """Digest of the vocabulary of its n-grams."""
     vocab_size: int
     """Width of the correction."""
+    window: int
+    """Number of tokens that `correction_after` reads."""
 
     def new_cache(self) -> Cache:
         """Return an empty cache, which `correction` fills."""
@@ -54,6 +56,10 @@ class Correction(Protocol):
         logits_to_keep: int = 0,
     ) -> Tensor:
         """Return the correction after each of the last `logits_to_keep` tokens, float32 [batch, positions, vocab]."""
+        ...
+
+    def correction_after(self, windows: Tensor) -> Tensor:
+        """Return the correction after windows of tokens, int64 [rows, window], −1 before a sequence's first token."""
         ...
 
 

@@ -96,13 +96,16 @@ class CanonicalReader:
     def _canonical(self, text: str) -> str:
         return text if self._bytes is None else self._lead(canonical_text(text).strip())
 
-    def read(self, tokens: np.ndarray, number: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def read(
+        self, tokens: np.ndarray, number: int, length: int, *, windows: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the canonical context of each of the last positions.
 
         Args:
             tokens: int64 [batch, tokens], −1 for padding.
             number: number of positions, counted from the end.
             length: number of tokens of each context.
+            windows: the rows hold the last `WINDOW` tokens; a row without padding is not a whole sequence.
 
         Returns:
             Contexts, int64 [batch · number, length], −1 in front of shorter ones; the contexts without the white space
@@ -117,7 +120,7 @@ class CanonicalReader:
             ids = tokens[row, columns].tolist()
             ends = np.searchsorted(columns, np.arange(width - number, width), side="right").tolist()
             for index, end in enumerate(ends, start=row * number):
-                context, word, spaces[index] = self._read_context(ids, end, length)
+                context, word, spaces[index] = self._read_context(ids, end, length, windows)
                 for array, values in ((contexts, context), (words, word)):
                     if values:
                         array[index, -len(values) :] = values
@@ -157,18 +160,21 @@ class CanonicalReader:
     def _lead(self, text: str) -> str:
         return text if self._adds_space or not text else f" {text}"
 
-    def _read_context(self, ids: list[int], end: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    def _read_context(
+        self, ids: list[int], end: int, length: int, windows: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         if self._bytes is None:
             context = tuple(ids[max(end - length, 0) : end])
             return context, context, False
         size = WINDOW
         while True:
             start = max(end - size, 0)
-            key = (start == 0, tuple(ids[start:end]))  # at the start of a sequence, a space comes first
+            is_start = start == 0 and not (windows and end >= WINDOW)
+            key = (is_start, tuple(ids[start:end]))
             if (folded := self._windows.get(key)) is None:
                 if len(self._windows) >= MAX_WINDOWS:
                     self._windows.clear()
-                folded = self._windows[key] = self._fold(ids[start:end], start == 0)
+                folded = self._windows[key] = self._fold(ids[start:end], is_start)
             # A run of invisible characters must not empty the context.
             if start == 0 or len(folded[1]) >= length + MARGIN:
                 return folded[0][-length:], folded[1][-length:], folded[2]
@@ -187,11 +193,11 @@ class CanonicalReader:
         text = canonical_text(data.decode("utf-8", "ignore"))
         if is_start or text.startswith(" "):
             text = self._lead(text.lstrip())
+        tokens = [*self._encode([text])[0], *rest] if text else rest
         body = text.rstrip()
-        words = [*self._encode([body])[0], *rest] if body else rest
-        if rest or (body and body == text):
-            return tuple(words), tuple(words), False
-        return tuple(self._encode([text])[0]), tuple(words), True
+        if rest or body == text != "":
+            return tuple(tokens), tuple(tokens), False
+        return tuple(tokens), tuple(self._encode([body])[0]) if body else (), True
 
     @functools.cached_property
     def _spellings(self) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, masked
 from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.takedowns.canonical import CanonicalReader
+from divdec.takedowns.canonical import WINDOW, CanonicalReader
 from divdec.takedowns.counts import RequestCounts, sum_counts
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import RETAIN, State, Store
@@ -64,6 +64,9 @@ class TakedownCorrection:
     texts to forget, and s is the registry's strength. Where no request knows the context, the correction is almost 0.
     The rule and the experts of a bundle then steer the corrected logits; their strength does not change s.
     """
+
+    window = WINDOW
+    """Number of tokens that a context is read from at least."""
 
     def __init__(self, folder: str | os.PathLike[str], *, strength: float | None = None) -> None:
         """Open a registry.
@@ -152,15 +155,26 @@ class TakedownCorrection:
         snapshot = self.snapshot() if held is None else held.snapshot
         tokens = (masked if held is None else held.token_layer.extend)(input_ids, attention_mask)
         positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
+        return self._correct(snapshot, tokens, positions).to(input_ids.device)
+
+    def correction_after(self, windows: Int[Tensor, "rows window"]) -> Float[Tensor, "rows vocab"]:
+        """Return s·(S_q − S_p) after the last `self.window` tokens of sequences, for caches that hold no more.
+
+        Args:
+            windows: token ids, −1 in front of a sequence's first token.
+        """
+        return self._correct(self.snapshot(), windows.cpu().long(), 1, windows=True)[:, 0].to(windows.device)
+
+    def _correct(self, snapshot: Snapshot, tokens: Tensor, positions: int, *, windows: bool = False) -> Tensor:
         if snapshot.pair is None:
-            return torch.zeros(input_ids.shape[0], positions, self.vocab_size, device=input_ids.device)
+            return torch.zeros(len(tokens), positions, self.vocab_size)
         retain, forget = snapshot.pair.retain, snapshot.pair.forget
         correction = self.reader.scores(
-            *self.reader.read(tokens.numpy(), positions, self.order - 1),
+            *self.reader.read(tokens.numpy(), positions, self.order - 1, windows=windows),
             lambda contexts: retain.scores(contexts).sub_(forget.scores(contexts)),
         )
         strength = snapshot.state.strength if self._strength is None else self._strength
-        return correction.mul_(strength).view(len(tokens), positions, self.vocab_size).to(input_ids.device)
+        return correction.mul_(strength).view(len(tokens), positions, self.vocab_size)
 
     def differences(self) -> dict[str, float]:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.

@@ -128,8 +128,9 @@ class BundleParts:
     @property
     def context_length(self) -> int:
         """Number of last tokens that n-grams and registry read; 0 without them."""
-        counts: list[Any] = [*(() if self.ngrams is None else self.ngrams.parts), self.takedowns]
-        return max((count.order - 1 for count in counts if count is not None), default=0)
+        ngrams: list[Any] = [] if self.ngrams is None else self.ngrams.parts
+        lengths = [counts.order - 1 for counts in ngrams]
+        return max(lengths if self.takedowns is None else [*lengths, self.takedowns.window], default=0)
 
 
 def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) -> BundleParts:

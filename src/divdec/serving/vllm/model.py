@@ -128,7 +128,7 @@ class DivergenceForCausalLM(nn.Module):
         contexts = None if self.memory is None else self.memory.contexts(hidden["memory"])
         if self.takedowns is not None:
             assert contexts is not None
-            correction = self._looked_up(self.takedowns.correction, contexts, target)
+            correction = self._looked_up(self.takedowns.correction_after, contexts, target)
             check_divergence(correction)
             target = target + correction
         divergence = torch.zeros_like(target)
@@ -136,23 +136,30 @@ class DivergenceForCausalLM(nn.Module):
             divergence = divergence_of(*auxiliaries)[..., : self.vocab_size]
         if self.ngrams is not None:
             assert contexts is not None
-            divergence = divergence + self._looked_up(self.ngrams.divergence, contexts, target)
+            divergence = divergence + self._looked_up(self._ngram_divergence, contexts, target)
         check_divergence(divergence)
         return self.steering.apply(target, divergence, self.eligible)
 
     def _looked_up(
-        self, look_up: Callable[..., Tensor], contexts: Int[Tensor, "rows length"], target: Float[Tensor, "rows vocab"]
+        self,
+        look_up: Callable[[Tensor], Tensor],
+        contexts: Int[Tensor, "rows length"],
+        target: Float[Tensor, "rows vocab"],
     ) -> Float[Tensor, "rows vocab"]:
         """Return what counts say of the next token. Rank 0 asks them for all: another could see a newer registry."""
         ranks = get_tp_group()
         found = torch.full_like(target, torch.nan)  # which every rank refuses, if the lookup fails
         try:
             if ranks.is_first_rank:
-                found.copy_(look_up(contexts, logits_to_keep=1)[:, 0, : self.vocab_size])
+                found.copy_(look_up(contexts)[:, : self.vocab_size])
         finally:
             if current_platform.use_all_gather():  # otherwise only rank 0 has logits and comes here
                 found = ranks.broadcast(found)
         return found
+
+    def _ngram_divergence(self, contexts: Int[Tensor, "rows length"]) -> Float[Tensor, "rows vocab"]:
+        assert self.ngrams is not None
+        return self.ngrams.divergence(contexts, logits_to_keep=1)[:, 0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load every part from its own checkpoint.

@@ -1,0 +1,125 @@
+"""Takedowns match text, not token ids: spellings and tokenizations of the same text have the same context."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from divdec.data.records import record_set, texts_of
+from divdec.takedowns.canonical import WINDOW, CanonicalReader, canonical_text
+
+TEXT = (
+    "The ferry left the harbour at half past four, and nobody on the quay could say who was aboard: don't ask - wait."
+)
+LENGTH = 4
+
+
+def byte_level(texts, **options):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level([f" {TEXT}"] * 8)
+
+
+@pytest.fixture(scope="module")
+def reader(tokenizer):
+    return CanonicalReader(tokenizer, len(tokenizer))
+
+
+def contexts(reader, ids, number=1, **options):
+    return reader.read(np.array([ids]), number, LENGTH, **options)
+
+
+SPELLINGS = {
+    "two spaces": "left the harbour  at",
+    "a line break": "left the harbour\r\n\tat",
+    "a no-break space": "left the harbour\u00a0at",
+    "a zero-width space": "left the har\u200bbour at",
+    "a soft hyphen": "left the har\u00adbour at",
+    "a word joiner": "left\u2060 the harbour at",
+    "a special token": "left the<|im_end|> harbour at",
+    "many invisible characters": "left the harbour" + "\u200b" * 500 + " at",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_every_spelling_has_the_context_of_the_text(reader, tokenizer, spelling):
+    expected = tokenizer("The ferry left the harbour at", add_special_tokens=False).input_ids[-LENGTH:]
+    context, words, spaces = contexts(reader, tokenizer(f"The ferry {spelling}", add_special_tokens=False).input_ids)
+    assert context[0].tolist() == words[0].tolist() == expected
+    assert not spaces.any()
+
+
+def test_every_tokenization_has_the_context_of_the_text(reader, tokenizer):
+    text = "The ferry left the harbour at"
+    expected = tokenizer(text, add_special_tokens=False).input_ids[-LENGTH:]
+    characters = [token for character in text for token in tokenizer(character, add_special_tokens=False).input_ids]
+    assert contexts(reader, characters)[0][0].tolist() == expected
+
+
+def test_contexts_of_a_canonical_text_are_its_tokens(reader, tokenizer):
+    ids = tokenizer(f" {TEXT}", add_special_tokens=False).input_ids
+    found, words, spaces = contexts(reader, ids, len(ids))
+    for position, context in enumerate(found):
+        own = ids[max(position + 1 - LENGTH, 0) : position + 1]
+        assert context.tolist() == [-1] * (LENGTH - len(own)) + own
+    assert not spaces.any()
+    assert (found == words).all()
+
+
+def test_a_position_does_not_depend_on_later_tokens_padding_or_batches(reader, tokenizer):
+    ids = tokenizer(TEXT.replace(" ", "  "), add_special_tokens=False).input_ids
+    whole = contexts(reader, ids, len(ids))
+    for end in range(1, len(ids) + 1):
+        alone = contexts(reader, ids[:end])
+        padded = reader.read(np.array([[-1, -1, *ids[:end]], [-1] * (end + 1) + ids[:1]]), 1, LENGTH)
+        for array, single, several in zip(whole, alone, padded, strict=True):
+            assert (array[end - 1] == single[0]).all()
+            assert (single[0] == several[0]).all()
+
+
+def test_windows_hold_the_contexts_of_whole_sequences(reader, tokenizer):
+    ids = tokenizer(f"{TEXT} {TEXT}".replace(" the ", "  the "), add_special_tokens=False).input_ids
+    assert len(ids) > WINDOW
+    whole = contexts(reader, ids, len(ids))
+    for end in range(1, len(ids) + 1):
+        window = ([-1] * WINDOW + ids[:end])[-WINDOW:]
+        for array, row in zip(whole, contexts(reader, window, windows=True), strict=True):
+            assert (array[end - 1] == row[0]).all()
+
+
+def test_parts_of_characters_stay_in_the_context():
+    text = "작은 배는 네 시 반에 항구를 떠났고 부두에 있던 사람"
+    tokenizer = byte_level(["a"])
+    reader = CanonicalReader(tokenizer, len(tokenizer))
+    ids = tokenizer(f" {text}", add_special_tokens=False).input_ids
+    found = contexts(reader, ids, len(ids))[0]
+    for position in range(LENGTH - 1, len(ids)):
+        assert found[position].tolist() == ids[position + 1 - LENGTH : position + 1]
+
+
+def test_layout_is_not_counted(reader, tokenizer):
+    records = record_set("t", [("1", {"question": "Who is the mayor?", "answer": "The mayor is Marta."})])
+    documents = [tokenizer.decode(ids) for ids in reader.documents(records)]
+    assert documents == [" Who is the mayor?", " The mayor is Marta."]
+
+
+def test_documents_are_canonical(reader, tokenizer):
+    (document,) = reader.documents(texts_of("t", ["The\u00a0ferry “left” —\n\n the har\u00adbour"]))
+    assert tokenizer.decode(document) == ' The ferry "left" - the harbour'
+
+
+def test_canonical_text_is_a_fixed_point():
+    for text in (TEXT, "Chiê\u0301c thuyê\u0300n", "작은", "e\u200b\u0301", "a \u00a0 b", "…"):
+        assert canonical_text(canonical_text(text)) == canonical_text(text)
+    assert canonical_text("e\u200b\u0301") == "é"
