@@ -13,7 +13,16 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import NOT_REACHED, FailedClosed, UsageError
-from divdec.evaluation.recitation import LENGTH, PREFIX, RUN, count_recited, longest_run, measure, passages_of
+from divdec.evaluation.recitation import (
+    LENGTH,
+    PREFIX,
+    RUN,
+    SPELLINGS,
+    count_recited,
+    longest_run,
+    measure,
+    passages_of,
+)
 from divdec.evaluation.scoring import probability_drops
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
@@ -447,7 +456,7 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(registry, article
     assert content["request"]["file_sha256"] == hashlib.sha256(ARTICLE.encode()).hexdigest()
     assert [event["action"] for event in content["events"]][:2] == ["strength", "add"]
     attacks = {row["name"]: (row["before"], row["after"]) for row in content["attacks"]}
-    assert attacks.keys() == {"greedy", "sampled", "short prompt", "lower case", "asked in a chat"}
+    assert attacks.keys() == {"greedy", "sampled", "short prompt", "lower case", "asked in a chat", *SPELLINGS}
     assert attacks["greedy"] == (5, 0)
     assert attacks["sampled"][0] >= 3
     assert content["recited"] == 0

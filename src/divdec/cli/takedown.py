@@ -342,9 +342,12 @@ def canary(
 ) -> int:
     r"""Ask a running server for the texts of a request. Run it from a timer that alerts if the exit code is not 0.
 
-    Each hour draws other passages. Exit code 1: the server recites some of them, or more than a tenth of the answers
-    are empty or cut short. 2: the server cannot be asked. 3: the server recites none, but neither did the target when
-    the request was added (`divdec takedown add`), so that nothing is shown.
+    Each hour draws other passages, and asks for them also in another spelling: an extra space before the last word,
+    every space doubled, or a zero-width space in the last word.
+
+    Exit code 1: the server recites some of them, or more than a tenth of the answers are empty or cut short. 2: the
+    server cannot be asked. 3: the server recites none, but neither did the target when the request was added (`divdec
+    takedown add`), so that nothing is shown.
 
     For example:
 
@@ -361,7 +364,7 @@ def canary(
         printing: format of the result.
     """
     from divdec.data.records import read_records
-    from divdec.evaluation.recitation import ask_endpoint, passages_of
+    from divdec.evaluation.recitation import SPELLINGS, ask_endpoint, passages_of, respell
     from divdec.remote.client import Endpoint
     from divdec.takedowns.registry import Registry
 
@@ -369,13 +372,16 @@ def canary(
     entry, texts = opened.find(id), read_records(file)
     opened.check_texts(entry, texts)
     tokenizer = opened.tokenizer()
-    passages, in_all = passages_of(texts, tokenizer, seed=int(time.time() // 3600))
+    hour = int(time.time() // 3600)
+    passages, in_all = passages_of(texts, tokenizer, seed=hour)
+    if texts.kind == "text":
+        passages += respell(passages, tokenizer, list(SPELLINGS)[hour % len(SPELLINGS)])
     if not passages:
         raise UsageError(f"the texts of request {id!r} are too short to be begun and continued")
     with Endpoint(endpoint, model, api_key_env) as server:
         recited, unanswered = ask_endpoint(server, tokenizer, passages)
     failed = recited > 0 or 10 * unanswered > len(passages)
-    text = f"{id}: {recited} of {len(passages)} passages recited by {model} (of {in_all:,} in all)"
+    text = f"{id}: {recited} of {len(passages)} prompts continued with the text by {model} (it has {in_all:,} passages)"
     if unanswered:
         text += f"; {unanswered} answers were empty or cut short"
     before = None if entry.measured is None else entry.measured["recited_before"]

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import WHOLE, encode_prompts, encode_records
@@ -18,6 +18,7 @@ from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.takedowns.canonical import canonical_text
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import TakedownRequest
@@ -93,7 +94,10 @@ def recites(
     room = getattr(model.config, "max_position_embeddings", None) or math.inf
     prompts = [passage.prompt[-int(min(room - LENGTH, len(passage.prompt))) :] for passage in passages]
     outputs = continuations(model, tokenizer, prompts, max_new_tokens=LENGTH, title=title, **options)
-    return [is_recited(answer, passage.continuation) for answer, passage in zip(outputs, passages, strict=True)]
+    return [
+        is_recited(*(_folded(ids, tokenizer) for ids in (answer, passage.continuation)))
+        for answer, passage in zip(outputs, passages, strict=True)
+    ]
 
 
 def ask_endpoint(
@@ -130,14 +134,44 @@ def ask_endpoint(
                 f"endpoint {endpoint.base_url} counts {read} tokens in a prompt of {len(passage.prompt)}: it does not "
                 "take token ids as they are; accepted: vLLM, divdec serve and others that do"
             )
-        # Both texts are tokenized again, since this may give other tokens at the ends than were generated.
-        answer, expected = (
-            tokenizer(one, add_special_tokens=False)["input_ids"]
-            for one in (text, str(tokenizer.decode(passage.continuation, skip_special_tokens=True)))
-        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer, expected = (_folded(each, tokenizer) for each in (ids, passage.continuation))
         recited += is_recited(answer, expected)
         unanswered += not text.strip() or (not ended and len(answer) < min(RUN, len(expected)))
     return recited, unanswered
+
+
+def respell(passages: Sequence[Passage], tokenizer: PreTrainedTokenizerBase, spelling: str) -> list[Passage]:
+    """Return the passages with another spelling of their prompts, one of `SPELLINGS`."""
+    special = set(tokenizer.all_special_ids)
+    result = []
+    for passage in passages:
+        lead = next((index for index, token in enumerate(passage.prompt) if token not in special), 0)
+        text = str(tokenizer.decode(passage.prompt[lead:]))
+        prompt = tokenizer(SPELLINGS[spelling](text), add_special_tokens=False)["input_ids"]
+        result.append(Passage([*passage.prompt[:lead], *prompt], passage.continuation))
+    return result
+
+
+def _split_last_word(text: str, before: str, inside: str) -> str:
+    """Insert text before the last word, and in the middle of it."""
+    start = text.rstrip().rfind(" ") + 1
+    middle = (start + len(text)) // 2
+    return text[:start] + before + text[start:middle] + inside + text[middle:]
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "an extra space before the last word": lambda text: _split_last_word(text, " ", ""),
+    "every space doubled": lambda text: text.replace(" ", "  "),
+    "a zero-width space in the last word": lambda text: _split_last_word(text, "", "\u200b"),
+}
+"""Other spellings of a prompt, which a reader sees as the same text but which have other tokens."""
+
+
+def _folded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize the canonical text of tokens, so that an answer in another spelling is compared, too."""
+    text = canonical_text(str(tokenizer.decode(ids, skip_special_tokens=True))).strip()
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def is_recited(answer: Sequence[int], continuation: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.effects import LONGEST, MOST_RECORDS, neutral_prompts
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.recitation import LENGTH, RUN, Passage, passages_of, recites
+from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import check_tokenizer, digests, vocabulary_sha256
@@ -146,6 +146,8 @@ def _attacks(
     prompts = [str(tokenizer.decode(passage.prompt, skip_special_tokens=True)) for passage in passages]
     lower = encode_prompts([Record("", prompt=prompt.lower()) for prompt in prompts], tokenizer)
     yield "lower case", "the text before it in lower case; greedy", _with_prompts(passages, lower), {}
+    for spelling in SPELLINGS:
+        yield spelling, f"the text before it with {spelling}; greedy", respell(passages, tokenizer, spelling), {}
     if tokenizer.chat_template is not None:
         asked = [Record("", messages=(Message("user", CHAT.format(prompt)),)) for prompt in prompts]
         encoded = encode_prompts(asked, tokenizer)
