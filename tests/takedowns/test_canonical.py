@@ -1,5 +1,7 @@
 """Takedowns match text, not token ids: spellings and tokenizations of the same text have the same context."""
 
+import unicodedata
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -117,6 +119,13 @@ def test_layout_is_not_counted(reader, tokenizer):
 def test_documents_are_canonical(reader, tokenizer):
     (document,) = reader.documents(texts_of("t", ["The\u00a0ferry “left” —\n\n the har\u00adbour"]))
     assert tokenizer.decode(document) == ' The ferry "left" - the harbour'
+
+
+@pytest.mark.parametrize("text", ["Chiếc thuyền nhỏ rời bến lúc bốn giờ rưỡi", "작은 배는 네 시 반에 항구를 떠났고"])
+def test_decomposed_text_is_counted_as_composed_text(reader, text):
+    composed, decomposed = (unicodedata.normalize(form, text) for form in ("NFC", "NFD"))
+    assert composed != decomposed
+    assert list(reader.documents(texts_of("t", [composed]))) == list(reader.documents(texts_of("t", [decomposed])))
 
 
 def test_canonical_text_is_a_fixed_point():

@@ -524,6 +524,49 @@ def test_report_refuses_other_texts_and_files(change, message, registry, article
     assert not list(tmp_path.glob("report*"))
 
 
+@pytest.mark.parametrize("form", ["no-break spaces", "soft hyphens", "typographic"])
+def test_takedown_of_a_typographic_variant_takes_the_text_down(reciting, registry, tmp_path, tokenizer, form):
+    variant = {
+        "no-break spaces": ARTICLE.replace(" ", "\u00a0"),
+        "soft hyphens": ARTICLE.replace("house", "\u00adhouse"),
+        "typographic": ARTICLE.replace(", and", ",\n\nand"),
+    }[form]
+    (tmp_path / "variant.txt").write_text(variant)
+    assert add(registry, str(tmp_path / "variant.txt"), "--no-measure") == 0
+    model = DivergenceForCausalLM.from_experts(
+        load_model(reciting), None, takedowns=TakedownCorrection(registry.folder)
+    )
+    prompt, rest = halves(tokenizer, ARTICLE)
+    assert longest_run(continued(model, prompt), rest) < RUN
+
+
+def test_every_spelling_of_a_prompt_is_corrected_as_the_text(registry, article, tokenizer):
+    assert add(registry, article, "--no-measure") == 0
+    takedowns = TakedownCorrection(registry.folder)
+    ids = tokenizer(ARTICLE, add_special_tokens=False).input_ids
+    text = tokenizer.decode(ids)
+    words = [index for index in range(40, len(text)) if text[index] == " " and text[index + 1].isalpha()]
+    compared = 0
+    for end in words[::5]:
+        expected = takedowns.correction(torch.tensor([tokenizer(text[:end], add_special_tokens=False).input_ids]))[
+            0, -1
+        ]
+        following = int(expected.argmin())
+        assert expected[following] < -0.3 * STRENGTH
+        for spell in SPELLINGS.values():
+            spelled = tokenizer(spell(text[:end]), add_special_tokens=False).input_ids
+            assert spelled != tokenizer(text[:end], add_special_tokens=False).input_ids
+            assert takedowns.correction(torch.tensor([spelled]))[0, -1, following] == expected[following]
+            compared += 1
+        # After a space of its own, the word without a space is lowered as the word with one.
+        bare = tokenizer.convert_tokens_to_ids(str(tokenizer.convert_ids_to_tokens(following)).removeprefix("Ġ"))
+        space = tokenizer("a ", add_special_tokens=False).input_ids[-1:]
+        spaced = tokenizer(text[:end], add_special_tokens=False).input_ids + space
+        if bare not in (None, tokenizer.unk_token_id):
+            assert takedowns.correction(torch.tensor([spaced]))[0, -1, bare] <= expected[following]
+    assert compared >= 9
+
+
 def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, registry, article, tmp_path, capsys):
     from divdec.cli.serving import ServeSettings, build_engine
 
@@ -534,9 +577,10 @@ def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, reg
     with serving([followed, unsteered]) as url:
         capsys.readouterr()
         assert main([*command, "--endpoint", f"{url}/v1", "--model", "followed"]) == 0
-        assert "0 of 5 passages recited" in capsys.readouterr().out
+        assert "0 of 10 prompts continued with the text" in capsys.readouterr().out
         assert main([*command, "--endpoint", f"{url}/v1", "--model", "unsteered"]) == 1
-        assert "5 of 5 passages recited" in capsys.readouterr().out
+        recited = int(capsys.readouterr().out.removeprefix("case: ").split()[0])
+        assert recited >= 5
         assert main([*command, "--endpoint", f"{url}/v1", "--model", "absent"]) == 2
     begun = halves(load_tokenizer(reciting), ARTICLE)[1]
     short = load_tokenizer(reciting).decode(begun[: RUN - 4])
@@ -544,7 +588,7 @@ def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, reg
         reply = Reply(text, reason)
         with mock.patch("divdec.remote.client.Endpoint.create_completion", reply):
             assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "silent"]) == code
-    assert "5 answers were empty or cut short" in capsys.readouterr().out
+    assert "10 answers were empty or cut short" in capsys.readouterr().out
     with mock.patch("divdec.remote.client.Endpoint.create_completion", Reply("Other words.", "stop", more=1)):
         assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "text"]) == 2
     assert "does not take token ids" in capsys.readouterr().err
