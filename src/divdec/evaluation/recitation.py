@@ -170,7 +170,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 def _folded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize the canonical text of tokens, so that an answer in another spelling is compared, too."""
-    text = canonical_text(str(tokenizer.decode(ids, skip_special_tokens=True))).strip()
+    text = canonical_text(str(tokenizer.decode(list(ids), skip_special_tokens=True))).strip()
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

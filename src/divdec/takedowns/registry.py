@@ -132,6 +132,7 @@ class Registry:
                 "plain_tokenizer": _is_plain(tokenizer, temporary / TOKENIZER),
                 "retain": file_sha256(temporary / RETAIN / COUNTS),
                 "retain_set": retain.label,
+                "retain_kind": retain.kind,
                 "key_check": keys.check,
                 "target": reference.to_dict(),
             }

@@ -128,7 +128,7 @@ class BundleParts:
     @property
     def context_length(self) -> int:
         """Number of last tokens that n-grams and registry read; 0 without them."""
-        ngrams: list[Any] = [] if self.ngrams is None else self.ngrams.parts
+        ngrams: Any = () if self.ngrams is None else self.ngrams.parts
         lengths = [counts.order - 1 for counts in ngrams]
         return max(lengths if self.takedowns is None else [*lengths, self.takedowns.window], default=0)
 
