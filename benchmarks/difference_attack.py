@@ -227,9 +227,10 @@ class Client:
         self.http.close()
 
     def complete(self, ids, **fields):
-        """Return the choices, or None if the server refuses log-probabilities."""
+        """Return the choices, or None if the server refuses log-probabilities or a seed."""
         response = self.http.post("/v1/completions", json={"model": self.model, "prompt": ids, **fields})
-        if response.status_code in (400, 403) and "logprobs" in fields and "logprobs" in response.text:
+        asks = "logprobs" in fields or "seed" in fields
+        if response.status_code in (400, 403) and asks and "logprobs" in response.text:
             return None
         response.raise_for_status()
         return response.json()["choices"]
@@ -239,7 +240,7 @@ class Client:
 
         The reply that is scored is the model's own, or the earlier model's. Requests are made one by one, because in
         bfloat16 other requests of a batch change some replies. So a model that answers a question as before draws the
-        same samples with the same seed.
+        same samples with the same seed, if the server accepts one.
         """
         answers = []
         for question, before in zip(questions, earlier or [None] * len(questions), strict=True):
@@ -254,7 +255,8 @@ class Client:
         prompt = encode_prompt(record, self.tokenizer)
         (reply,) = self.complete(prompt, max_tokens=LENGTH, temperature=0)
         ids = self.tokenizer(reply["text"], add_special_tokens=False)["input_ids"]
-        sampled = self.complete(prompt, max_tokens=LENGTH, temperature=1, n=SAMPLES, seed=0)
+        fields = {"max_tokens": LENGTH, "temperature": 1, "n": SAMPLES}
+        sampled = self.complete(prompt, seed=0, **fields) or self.complete(prompt, **fields)
         return {"prompt": prompt, "ids": ids, "text": reply["text"], "samples": [one["text"] for one in sampled]}
 
     def read(self, prompt, ids):

@@ -9,6 +9,7 @@ from divdec.playground.models import ChatOptions, RemoteServer
 from divdec.playground.rendering import tokens_html
 from divdec.remote.client import StreamInterrupted
 from divdec.serving import bind
+from divdec.serving.logprobs import LogprobPolicy
 from divdec.steering import Steering
 from exactness import assert_same_text
 from served import engine_of, serving
@@ -73,6 +74,17 @@ def test_unreachable_server_gives_one_line_error():
     port = bind("127.0.0.1", 0)  # taken, but without a listener
     with port, pytest.raises(UsageError, match=r"cannot be reached .*; is the server running"):
         RemoteServer(f"http://127.0.0.1:{port.getsockname()[1]}", OPTIONS)
+
+
+@pytest.mark.parametrize("level", ["off", "top-1"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_server_that_gives_no_log_probabilities_is_asked_without(played_bundle, level, temperature):
+    with (
+        serving([engine_of(played_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy.parse(level)) as url,
+        contextlib.closing(RemoteServer(url, OPTIONS)) as server,
+    ):
+        for _ in range(2):
+            assert "".join(token.text for token in server.answer(QUESTION, temperature))
 
 
 def test_model_without_chat_template_uses_plain_prompt(models, tmp_path):

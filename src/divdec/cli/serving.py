@@ -49,10 +49,12 @@ class ServeSettings:
     """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
     logprobs: str | None = None
     """What replies tell of probabilities: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
-    logit_bias and log-probabilities of the prompt. Default: off with a registry, full without. vLLM: off or full."""
+    logit_bias, log-probabilities of the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.
+    Default: off with a registry, full without. vLLM: off or full."""
     on_suppressed: Literal["answer", "refuse", "note"] = "answer"
     """What to do with a reply from which steering took much of the target's probability, where the model would invent
-    something: answer, refuse (send --refusal instead), or note (add the share to the response)."""
+    something: answer, refuse (send --refusal instead), or note (mark the reply in the response; with --logprobs full,
+    add the share)."""
     suppressed_share: Annotated[float, RARE] = SuppressionPolicy.share
     """Share of probability that counts as much, at the token of the reply where steering took most."""
     refusal: Annotated[str, RARE] = SuppressionPolicy.refusal

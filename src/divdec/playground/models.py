@@ -341,7 +341,7 @@ class RemoteServer:
         if self.name not in models:
             raise UsageError(f"{self.url} serves no model {self.name!r}; it serves: {', '.join(models)}")
         self._endpoint = dataclasses.replace(endpoint, model=self.name)
-        self._chat = self._logprobs = True  # until the server refuses
+        self._chat = self._logprobs = self._seeds = True  # until the server refuses
 
     def close(self) -> None:
         """Close the connections."""
@@ -354,16 +354,19 @@ class RemoteServer:
         turns = list(messages[-1:] if self.options.single_turn else messages)
         if self.options.system_prompt:
             turns.insert(0, Message("system", self.options.system_prompt))
-        fields = {"max_tokens": self.options.max_new_tokens, "temperature": temperature, "seed": self.options.seed}
+        fields = {"max_tokens": self.options.max_new_tokens, "temperature": temperature}
         while True:
+            seed = {"seed": self.options.seed} if self._seeds or temperature == 0 else {}
             try:
-                yield from (self._stream_chat if self._chat else self._stream_text)(turns, fields)
+                yield from (self._stream_chat if self._chat else self._stream_text)(turns, fields | seed)
                 return
             except Refused as error:
                 if error.status != 400:
                     raise
                 if self._chat and "chat template" in str(error):
                     self._chat = False
+                elif self._seeds and REFUSED in str(error) and "'seed'" in str(error):
+                    self._seeds = False
                 elif self._logprobs and REFUSED in str(error):
                     self._logprobs = False
                 else:

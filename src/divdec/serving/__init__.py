@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from divdec.errors import UsageError, first_line
-from divdec.serving.logprobs import LogprobPolicy
+from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy
 
 SHORTEST_KEY = 16  # characters
 
@@ -20,7 +20,7 @@ class SuppressionPolicy:
     """What becomes of replies from which steering took much."""
 
     action: Literal["answer", "refuse", "note"] = "answer"
-    """'refuse' replaces the reply, 'note' adds the share to it."""
+    """'refuse' replaces the reply, 'note' marks it, with the share where log-probabilities are given in full."""
     share: float = 0.2
     """Least share that counts as much, above 0 and at most 1."""
     refusal: str = "I cannot answer that."
@@ -48,7 +48,7 @@ class ServerOptions:
     """Longest reply."""
     max_seconds: float = 300.0
     """Longest time to a complete reply, the time in the queue included."""
-    max_body_bytes: int = 2 * 1024 * 1024
+    max_body_bytes: int = MAX_BODY_BYTES
     """Largest request body."""
     max_sequences: int = 160
     """Most replies to one request: prompts times n (or best_of)."""

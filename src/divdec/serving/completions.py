@@ -80,6 +80,8 @@ class CompletionCall:
         self.record.model, self.record.stream = self.engine.name, body.stream
         self.replies: list[tuple[list[int], SamplingParams]] = []
         """Prompt and parameters of each reply."""
+        self.logprobs: list[list[float]] = []
+        """Log-probabilities of each reply's tokens, also of a reply that is replaced."""
         self._created = int(time.time())
 
     async def respond(self) -> Response:
@@ -111,11 +113,13 @@ class CompletionCall:
         raise NotImplementedError
 
     def note(self, reply: RequestOutput) -> Event:
-        """Return the field of a choice that says how much steering took, if the operator wants it."""
+        """Return the field of a choice that says whether steering took much, if the operator wants it."""
         if self.server.options.suppression.action != "note" or reply.finish_reason is None:
             return {}
         share = reply.suppressed
         marked = share is None or not share < self.server.options.suppression.share
+        if self.policy.level != "full":  # the share is a probability of the unsteered target
+            return {"suppressed": {"marked": marked}}
         return {"suppressed": {"share": None if share is None else round(share, 4), "marked": marked}}
 
     def add_replies(
@@ -201,6 +205,7 @@ class CompletionCall:
 
         suppression = self.server.options.suppression
         held: list[list[RequestOutput]] = [[] for _ in self.replies]
+        self.logprobs = [[] for _ in self.replies]
         deadline = asyncio.get_running_loop().time() + self.server.options.max_seconds
         observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
         tasks = [asyncio.create_task(generate(index, *reply)) for index, reply in enumerate(self.replies)]
@@ -213,6 +218,7 @@ class CompletionCall:
                     raise output
                 observe(index, len(output.tokens))
                 self.record.generated_tokens += len(output.tokens)
+                self.logprobs[index] += [token.logprob for token in output.logprobs]
                 held[index].append(output)
                 if output.finish_reason:
                     unfinished -= 1
@@ -317,10 +323,11 @@ class TextCompletion(CompletionCall):
         """See `CompletionCall.choices`."""
         choices: list[Event] = []
         for number in range(len(self.prompts)):
-            best = replies[number * self.replies_per_prompt : (number + 1) * self.replies_per_prompt]
+            best = range(number * self.replies_per_prompt, (number + 1) * self.replies_per_prompt)
             if len(best) > self.body.n:
-                best = sorted(best, key=_mean_logprob, reverse=True)[: self.body.n]
-            choices += [self._choice(len(choices) + i, number, reply, True) for i, reply in enumerate(best)]
+                # By the drawn replies: one that is replaced afterwards ranks where it would without `refuse`.
+                best = sorted(best, key=lambda index: _mean(self.logprobs[index]), reverse=True)[: self.body.n]
+            choices += [self._choice(len(choices) + i, number, replies[index], True) for i, index in enumerate(best)]
         return choices
 
     def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
@@ -458,8 +465,8 @@ def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
     )  # fmt: skip
 
 
-def _mean_logprob(reply: RequestOutput) -> float:
-    return sum(token.logprob for token in reply.logprobs) / max(len(reply.logprobs), 1)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 def _encode(event: Event) -> ServerSentEvent:

@@ -3,8 +3,8 @@
 The log-probabilities of a steered model less those of the target, of another rule or of an earlier takedown are the
 steering itself, which points at the forgotten text. A field that lets a client read or compare the probability of a
 token of its choice (`logit_bias`, or log-probabilities of the prompt) gives away as much as log-probabilities do. So
-does a temperature above 1: with `top_k` it shows improbable tokens in few samples, and `min_p` then compares them. A
-`repetition_penalty` below 1 is a bias on the tokens that the client writes into the prompt.
+does a field that moves a threshold: a client finds by bisection where the reply changes, and so the probability to any
+number of digits. And so does a `seed`, by which the client knows what chance decided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError
@@ -25,21 +25,22 @@ REFUSED = "log-probabilities"
 """Part of every refusal, by which a client can tell it."""
 MIDDLEWARE = f"{__name__}.RefuseLogprobs"
 """The class's path, for vLLM."""
-BOUNDS = {"temperature": (-math.inf, 1.0), "repetition_penalty": (1.0, math.inf)}
-"""What the levels below full accept of numbers that would show or favour improbable tokens."""
-BEYOND = {
-    "temperature": "temperature is above 1: samples of improbable tokens tell",
-    "repetition_penalty": "repetition_penalty is below 1: a bias on tokens of the prompt tells",
+MAX_BODY_BYTES = 2 * 1024 * 1024
+"""Largest body of a request: by default of the embedded server, and of vLLM's with `RefuseLogprobs`."""
+GRID = 0.05
+"""Below full, the sampling numbers are multiples of it: a bisection ends there."""
+TOLERANCE = 1e-6  # a multiple may have been rounded to float32
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    # Above 1, samples with top_k and min_p show and compare improbable tokens.
+    "temperature": (0.0, 1.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    # Negative, and below 1, a penalty favours tokens of the client's choice.
+    "presence_penalty": (0.0, math.inf),
+    "frequency_penalty": (0.0, math.inf),
+    "repetition_penalty": (1.0, math.inf),
 }
-# Fields of vLLM beside those with 'logprob' in their names. In a chat, echo alone returns log-probabilities. The others
-# let a client choose the tokens that are compared.
-OTHER_FIELDS = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "echo")
-# Paths of vLLM that take requests whose fields are checked here. Others, such as /generative_scoring, give
-# probabilities without such a field.
-PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/tokenize", "/detokenize",
-)  # fmt: skip
+"""What the levels below full accept of the sampling numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +88,10 @@ class LogprobPolicy:
         for name, refused in (
             ("logit_bias", bool(fields.get("logit_bias"))),
             ("echo", bool(fields.get("echo")) and asked >= 0),
-            *((name, not _within(fields.get(name), *bounds)) for name, bounds in BOUNDS.items()),
+            *((name, not _on_grid(name, fields.get(name))) for name in BOUNDS),
             ("logprobs", asked > most),
             ("top_logprobs", (fields.get("top_logprobs") or 0) > most >= 0),
+            ("seed", fields.get("seed") is not None and not _is_greedy(fields)),
         ):
             if refused:
                 return name
@@ -97,9 +99,19 @@ class LogprobPolicy:
 
     def refusal(self, field: str) -> str:
         """Return the message for a refused field."""
-        if field in BEYOND:
-            return f"{BEYOND[field]} more than the {REFUSED} that this server gives (--logprobs {self})"
-        return f"field {field!r} asks for more {REFUSED} than this server gives (--logprobs {self})"
+        if field in BOUNDS:
+            low, high = BOUNDS[field]
+            accepted = f"from {low:g} to {high:g}" if math.isfinite(high) else f"from {low:g}"
+            return (
+                f"{field} would show more than the {REFUSED} that this server gives (--logprobs {self}); accepted: "
+                f"multiples of {GRID:g} {accepted}"
+            )
+        if field == "seed":
+            return (
+                f"samples of a known seed show more than the {REFUSED} that this server gives (--logprobs {self}); "
+                "leave 'seed' out, or set temperature to 0"
+            )
+        return f"field {field!r} may show more {REFUSED} than this server gives (--logprobs {self}); leave it out"
 
     def shown(self, logprob: float) -> float:
         """Return a log-probability as replies show it."""
@@ -109,6 +121,114 @@ class LogprobPolicy:
 def default_level(registry: bool) -> str:
     """Return the level without `--logprobs`: replies before and after a takedown differ by what was taken down."""
     return "off" if registry else "full"
+
+
+def _on_grid(name: str, value: Any) -> bool:
+    """Return whether a sampling number is absent or accepted below full. vLLM reads numbers from texts too."""
+    low, high = BOUNDS[name]
+    try:
+        number = low if value is None else float(value)
+        return low - TOLERANCE <= number <= high and abs(number - round(number / GRID) * GRID) <= TOLERANCE
+    except (OverflowError, TypeError, ValueError):
+        return False
+
+
+def _is_greedy(fields: Mapping[str, Any]) -> bool:
+    """Return whether a request draws nothing. Without a temperature, servers sample."""
+    try:
+        return float(fields.get("temperature", 1.0)) <= TOLERANCE
+    except (OverflowError, TypeError, ValueError):
+        return False
+
+
+_PROMPT = {"model", "add_special_tokens"}
+_MESSAGES = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+_SAMPLING = {
+    *BOUNDS, "top_k", "seed", "n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "stream",
+    "stream_options", "stream_interval", "skip_special_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens", "truncation_side", "return_token_ids", "return_tokens_as_token_ids", "user", "priority",
+    "request_id", "session_id", "cache_salt",
+}  # fmt: skip
+_CHAT = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning"}
+_IGNORED = {"store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "modalities"}
+FIELDS: Mapping[str, frozenset[str]] = {
+    path: frozenset().union(*names)
+    for path, names in {
+        "/v1/completions": (_PROMPT, _SAMPLING, {"prompt", "max_tokens"}),
+        "/v1/chat/completions": (
+            _PROMPT, _MESSAGES, _SAMPLING, _CHAT, _IGNORED,
+            {"max_tokens", "max_completion_tokens", "documents", "return_prompt_text"},
+        ),
+        "/v1/responses": (
+            _PROMPT, _SAMPLING, _CHAT, _IGNORED,
+            {
+                "input", "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "reasoning",
+                "text", "truncation", "include", "background", "enable_response_messages", "chat_template_kwargs",
+            },
+        ),
+        "/v1/messages": (
+            {"model", "messages", "system", "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"},
+            {"tools", "tool_choice", "thinking", "output_config", "metadata", "cache_salt", "chat_template_kwargs"},
+        ),
+        "/v1/messages/count_tokens": (
+            {"model", "messages", "system", "chat_template_kwargs"},
+            {"tools", "tool_choice", "thinking", "output_config"},
+        ),
+        "/tokenize": (_PROMPT, _MESSAGES, {"prompt", "return_token_strs", "tools"}),
+        "/detokenize": ({"model", "tokens"},),
+    }.items()
+}  # fmt: skip
+"""Paths of vLLM that pass, and their fields that were examined; all others are refused, those of later versions too."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "logit_bias": ({},), "min_tokens": (0,),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "bad_words": ([],), "best_of": (1,), "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}  # fmt: skip
+"""Values of other fields that ask for nothing."""
+
+
+def _calls_no_tools(body: Mapping[str, Any]) -> bool:
+    """Return whether vLLM calls no tool, whose schema would be a grammar of the client's choice."""
+    return not body.get("tools") or body.get("tool_choice") in ("none", {"type": "none"})
+
+
+def _adds_no_tools(body: Mapping[str, Any]) -> bool:
+    """Return whether no message holds a tool, as Anthropic's may."""
+    messages = body["messages"] if isinstance(body["messages"], list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return not any(isinstance(block, Mapping) and block.get("type") == "tool_addition" for block in blocks)
+
+
+# Which values of a field pass, given the whole body; fields of `FIELDS` that are not here pass with any.
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
+    **{name: lambda body, name=name: _on_grid(name, body[name]) for name in BOUNDS},
+    "seed": _is_greedy,
+    "tools": _calls_no_tools,
+    "messages": _adds_no_tools,
+    # Formats other than text are grammars.
+    "text": lambda body: isinstance(body["text"], Mapping) and body["text"].get("format") in (None, {"type": "text"}),
+    "output_config": lambda body: (
+        isinstance(body["output_config"], Mapping) and not body["output_config"].get("format")
+    ),
+    "include": lambda body: "logprob" not in str(body["include"]),
+}
+
+
+def find_refused_field(path: str, body: Mapping[str, Any]) -> str | None:
+    """Return the first field of a request to vLLM that is unknown here, or may show probabilities.
+
+    Args:
+        path: one of `FIELDS`.
+        body: the request. Fields that are null count as absent.
+    """
+    generates = path not in ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
+    for name, value in body.items():
+        if value is None or any(type(value) is type(other) and value == other for other in NEUTRAL.get(name, ())):
+            continue
+        if name not in FIELDS[path] or (generates and name in _CHECKS and not _CHECKS[name](body)):
+            return name
+    return None
 
 
 class RefuseLogprobs:
@@ -126,62 +246,44 @@ class RefuseLogprobs:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path not in PATHS:
-            await _refuse(send, 403, f"{path} may give more {REFUSED} than this server gives (--logprobs off)", None)
+        if path not in FIELDS:
+            await _refuse(send, 403, f"{path} may show more {REFUSED} than this server gives (--logprobs off)")
             return
         messages: list[Message] = []
+        size = 0
         while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
             messages.append(await receive())
-        body = b"".join(message.get("body", b"") for message in messages)
-        field, message = None, "the body is not JSON"
-        try:
-            if body and (field := find_logprob_field(json.loads(body))) is not None:
-                message = LogprobPolicy("off").refusal(field)
-            refused = field is not None
-        except (ValueError, RecursionError):
-            refused = True  # another parser might read what this one cannot
-        if not refused:
-            waiting = iter(messages)
-
-            async def receive_again() -> Message:
-                return next(waiting, None) or await receive()
-
-            await self._app(scope, receive_again, send)
+            size += len(messages[-1].get("body", b""))
+            if size > MAX_BODY_BYTES:  # before a key is checked, so that nobody fills the memory
+                await _refuse(send, 413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+                return
+        if (refused := _find_refusal(path, b"".join(message.get("body", b"") for message in messages))) is not None:
+            await _refuse(send, 400, *refused)
             return
-        await _refuse(send, 400, message, field)
+        waiting = iter(messages)
+
+        async def receive_again() -> Message:
+            return next(waiting, None) or await receive()
+
+        await self._app(scope, receive_again, send)
 
 
-async def _refuse(send: Send, status: int, message: str, field: str | None) -> None:
+def _find_refusal(path: str, body: bytes) -> tuple[str, str | None] | None:
+    """Return why a body is refused, and the field if it is a field's fault; None for bodies that vLLM may read."""
+    if not body:
+        return None
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return "the body is not JSON", None  # another parser might read what this one cannot
+    if not isinstance(fields, Mapping):
+        return "the body is not a JSON object", None
+    field = find_refused_field(path, fields)
+    return None if field is None else (LogprobPolicy("off").refusal(field), field)
+
+
+async def _refuse(send: Send, status: int, message: str, field: str | None = None) -> None:
     error = {"message": message, "type": "BadRequestError", "param": field, "code": status}
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
-
-
-def _within(value: Any, low: float, high: float) -> bool:
-    """Return whether a value is no number, or one between two bounds. vLLM reads numbers from texts too."""
-    try:
-        return value is None or low <= float(value) <= high
-    except OverflowError:
-        return False
-    except (TypeError, ValueError):
-        return True  # such as the schema of a tool's parameter with this name
-
-
-def find_logprob_field(value: Any) -> str | None:
-    """Return the name of a field, at any depth of a request to vLLM, by which a client would learn probabilities."""
-    values = [value]  # not by recursion, which deep nesting would end before such a field is found
-    while values:
-        value = values.pop()
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                asks = "logprob" in name or name in OTHER_FIELDS
-                # The field `include` of the Responses API lists 'message.output_text.logprobs'.
-                listed = name == "include" and "logprob" in str(inner)
-                beyond = name in BOUNDS and not _within(inner, *BOUNDS[name])
-                if (asks and inner is not None and inner is not False) or listed or beyond:
-                    return name
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-    return None

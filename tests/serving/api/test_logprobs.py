@@ -10,7 +10,7 @@ import torch
 from divdec import DivergenceForCausalLM
 from divdec.cli.serving import ServeSettings
 from divdec.errors import UsageError
-from divdec.serving.logprobs import LogprobPolicy, RefuseLogprobs, default_level, find_logprob_field
+from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy, RefuseLogprobs, default_level, find_refused_field
 from served import bundle_of, engine_of, serving
 
 TEXT = {"model": "tiny", "prompt": "The city of", "max_tokens": 4, "temperature": 0}
@@ -39,7 +39,8 @@ REFUSED = {
 EVERYWHERE = [
     TEXT | {"logit_bias": {"5": 1}}, CHAT | {"logit_bias": {"5": 1}}, TEXT | {"echo": True, "logprobs": 0},
     TEXT | {"temperature": 1.01}, CHAT | {"temperature": 2}, TEXT | {"repetition_penalty": 0.99},
-    CHAT | {"repetition_penalty": 0.5},
+    CHAT | {"repetition_penalty": 0.5}, TEXT | {"presence_penalty": -0.05}, CHAT | {"frequency_penalty": -2},
+    TEXT | {"temperature": 1, "seed": 0}, CHAT | {"temperature": 0.05, "seed": -1},
 ]  # fmt: skip
 
 
@@ -66,6 +67,9 @@ def test_levels_change_no_text(guarded, url):
         TEXT | {"n": 1, "best_of": 2},
         CHAT,
         CHAT | {"repetition_penalty": 1.1},
+        TEXT | {"seed": 1234},
+        TEXT | {"seed": 1234, "n": 2, "best_of": 3},
+        TEXT | {"presence_penalty": 1.5, "frequency_penalty": 0.1},
     ):
         one, other = (ask(where, **fields).json()["choices"][0] for where in (address, url))
         assert one == other
@@ -155,35 +159,102 @@ def test_default_is_off_with_a_registry():
     assert (default_level(True), default_level(False)) == ("off", "full")
 
 
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, COUNT, TOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"enum": ["a", "b"]}}}]
+ADDED = [{"role": "system", "content": [{"type": "tool_addition", "tool": {"type": "tool_definition"}}]}]
+
+
 @pytest.mark.parametrize(
-    ("body", "field"),
+    ("path", "body", "field"),
     [
-        ({"logprobs": 0}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 5}, "logprobs"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
-        ({"echo": True}, "echo"),
-        ({"requests": [{"temperature": 1.5}]}, "temperature"),
-        ({"temperature": "100"}, "temperature"),
-        ({"temperature": 10**400}, "temperature"),
-        ({"temperature": 1}, None),
-        ({"repetition_penalty": 0.9}, "repetition_penalty"),
-        ({"sampling_params": {"repetition_penalty": "0.01"}}, "repetition_penalty"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
-        ({"repetition_penalty": 1.2}, None),
-        ({"tools": [{"parameters": {"properties": {"temperature": {"type": "number"}}}}]}, None),
-        ({"sampling_params": {"logprobs": 1}}, "logprobs"),
-        ({"requests": [{"x": 1}, {"prompt_logprobs": 1}]}, "prompt_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"logprobs": False, "prompt_logprobs": None, "echo": False, "include": ["x"], "messages": [{"a": 1}]}, None),
-        ([], None),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
+        (CHATS, {"logprobs": True, "top_logprobs": 5}, "logprobs"),
+        (CHATS, {"top_logprobs": 5}, "top_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 0}, "prompt_logprobs"),
+        (COMPLETIONS, {"logprob_token_ids": [1]}, "logprob_token_ids"),
+        (COMPLETIONS, {"logit_bias": {"1": 5}}, "logit_bias"),
+        (COMPLETIONS, {"allowed_token_ids": [1]}, "allowed_token_ids"),
+        (COMPLETIONS, {"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
+        (COMPLETIONS, {"structured_outputs": {}}, "structured_outputs"),
+        (COMPLETIONS, {"bad_words": ["x"]}, "bad_words"),
+        (COMPLETIONS, {"echo": True}, "echo"),
+        (COMPLETIONS, {"use_beam_search": True, "n": 10}, "use_beam_search"),
+        (COMPLETIONS, {"min_tokens": 1, "stop_token_ids": [1, 2, 3]}, "min_tokens"),
+        (COMPLETIONS, {"watermarking": True}, "watermarking"),
+        (COMPLETIONS, {"a_field_of_a_later_version": False}, "a_field_of_a_later_version"),
+        (COMPLETIONS, {"messages": []}, "messages"),
+        (COMPLETIONS, {"response_format": {"type": "structural_tag"}}, "response_format"),
+        (CHATS, {"response_format": {"type": "json_schema"}}, "response_format"),
+        (CHATS, {"tools": TOOLS}, "tools"),
+        (CHATS, {"tools": TOOLS, "tool_choice": "required"}, "tools"),
+        (CHATS, {"requests": [{"temperature": 1.5}]}, "requests"),
+        (CHATS, {"sampling_params": {"logprobs": 1}}, "sampling_params"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text"),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
+        (RESPONSES, {"tools": TOOLS, "tool_choice": "auto"}, "tools"),
+        (RESPONSES, {"seed": 1}, "seed"),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        (MESSAGES, {"messages": ADDED}, "messages"),
+        (MESSAGES, {"seed": 1}, "seed"),
+        (COUNT, {"temperature": 0}, "temperature"),
+        (COMPLETIONS, {"temperature": 1.5}, "temperature"),
+        (COMPLETIONS, {"temperature": "100"}, "temperature"),
+        (COMPLETIONS, {"temperature": 10**400}, "temperature"),
+        (COMPLETIONS, {"temperature": 0.731}, "temperature"),
+        (COMPLETIONS, {"temperature": [1]}, "temperature"),
+        (COMPLETIONS, {"top_p": 0.999}, "top_p"),
+        (COMPLETIONS, {"repetition_penalty": 0.9}, "repetition_penalty"),
+        (COMPLETIONS, {"repetition_penalty": "0.01"}, "repetition_penalty"),
+        (COMPLETIONS, {"repetition_penalty": float("nan")}, "repetition_penalty"),
+        (COMPLETIONS, {"presence_penalty": -2}, "presence_penalty"),
+        (CHATS, {"frequency_penalty": -0.05}, "frequency_penalty"),
+        (COMPLETIONS, {"seed": 7, "temperature": 1.0}, "seed"),
+        (COMPLETIONS, {"seed": 7, "temperature": None}, "seed"),
+        (COMPLETIONS, {"seed": 7, "temperature": "0.5"}, "seed"),
+        # What ordinary clients send.
+        (COMPLETIONS, {"model": "m", "prompt": "a", "temperature": 0, "seed": 1234, "stop": ["x"], "n": 2}, None),
+        (COMPLETIONS, {"temperature": 1, "repetition_penalty": 1.2, "presence_penalty": 1.5, "min_p": 0.05}, None),
+        (COMPLETIONS, {"temperature": "0.7", "top_p": 0.949999988079071, "top_k": 20}, None),
+        (COMPLETIONS, {"logprobs": False, "echo": False, "min_tokens": 0, "use_beam_search": False}, None),
+        (COMPLETIONS, {"stop_token_ids": [1], "ignore_eos": True, "response_format": {"type": "text"}}, None),
+        (COMPLETIONS, {"prompt_logprobs": None, "a_field_of_a_later_version": None}, None),
+        (CHATS, {"messages": [{"role": "user", "content": "a", "logprobs": 1}], "store": True}, None),
+        (CHATS, {"tools": TOOLS, "tool_choice": "none"}, None),
+        (CHATS, {"tools": [], "tool_choice": "auto", "stream_options": {"include_usage": True}}, None),
+        (RESPONSES, {"input": "a", "text": {"verbosity": "low"}, "include": ["x"], "temperature": 0, "seed": 1}, None),
+        (MESSAGES, {"messages": [{"role": "user", "content": "a"}], "output_config": {"effort": "low"}}, None),
+        (MESSAGES, {"messages": [], "tools": TOOLS, "tool_choice": {"type": "none"}}, None),
+        (MESSAGES, {"messages": 7}, None),  # vLLM refuses it
+        (COUNT, {"messages": ADDED, "tools": TOOLS}, None),
+        (TOKENIZE, {"prompt": "a", "return_token_strs": True}, None),
+        ("/detokenize", {"tokens": [1]}, None),
+        (COMPLETIONS, {}, None),
     ],
 )  # fmt: skip
-def test_fields_of_vllm_are_found_at_any_depth(body, field):
-    assert find_logprob_field(body) == field
+def test_only_examined_fields_of_vllm_pass(path, body, field):
+    assert find_refused_field(path, body) == field
+
+
+def test_middleware_refuses_a_large_body_before_it_has_read_it():
+    """Nothing checks a key before the middleware."""
+    read, sent = [], []
+
+    async def receive():
+        read.append(1 << 16)
+        return {"type": "http.request", "body": bytes(1 << 16), "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(*_):
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(RefuseLogprobs(app)(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert sum(read) == MAX_BODY_BYTES + (1 << 16)
+    assert str(MAX_BODY_BYTES) in json.loads(sent[1]["body"])["error"]["message"]
 
 
 def test_middleware_passes_on_whole_bodies_and_refuses_fields():
@@ -203,12 +274,13 @@ def test_middleware_passes_on_whole_bodies_and_refuses_fields():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(RefuseLogprobs(app))) as client:
             return await client.post(f"http://server{path}", content=chunks(text))
 
-    harmless = json.dumps({"prompt": "logprobs and logit_bias", "logprobs": None}).encode()
+    harmless = json.dumps({"prompt": "logprobs and logit_bias " * 9, "logprobs": None}).encode()
     assert asyncio.run(post(harmless)).content == harmless
     assert asyncio.run(post(b"")).content == b""
     for path in ("/generative_scoring", "/invocations", "/v1/completions/", "/inference/v1/generate"):
         assert asyncio.run(post(harmless, path)).status_code == 403, path
-    assert asyncio.run(post(b"{not json")).status_code == 400
+    for text in (b"{not json", b"[]", b"7"):
+        assert asyncio.run(post(text)).status_code == 400
     # Nested more deeply than Python's stack, but not than vLLM's parser allows; the second is too deep for this one.
     for depth in (700, 100_000):
         nested = b'{"deep": ' + b"[" * depth + b"]" * depth + b', "logprobs": 5}'

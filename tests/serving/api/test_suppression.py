@@ -10,6 +10,7 @@ import torch
 from divdec.cli.serving import ServeSettings
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving import SuppressionPolicy, scheduler
+from divdec.serving.logprobs import LogprobPolicy
 from divdec.serving.suppression import suppressed_share
 from served import engine_of, serving
 
@@ -42,10 +43,11 @@ def text_of(choices):
 def running(served_bundle):
     """Start a server with a policy."""
 
-    def start(**policy):
+    def start(logprobs="full", **policy):
         policy = SuppressionPolicy(refusal=REFUSAL, **policy)
         engine = engine_of(served_bundle, measure_suppression=True)
-        return serving([engine], shutdown_timeout=0.0, suppression=policy)
+        logprobs = LogprobPolicy.parse(logprobs)
+        return serving([engine], shutdown_timeout=0.0, suppression=policy, logprobs=logprobs)
 
     return start
 
@@ -101,6 +103,30 @@ def test_note_gives_the_share(running, url, model, tokenizer):
             assert 0 <= notes[2]["share"] <= 1
             assert choices[0] == ask(url, **TEXT)[0]
     assert "suppressed" not in ask(url, **TEXT)[0]
+
+
+@pytest.mark.parametrize("level", ["off", "top-1", "rounded:0.5"])
+def test_below_full_a_note_only_marks(running, level):
+    """The share is a probability of the unsteered target."""
+    for share, marked in ((1e-9, True), (1.0, False)):
+        with running(action="note", share=share, logprobs=level) as address:
+            choices = [ask(address, **TEXT)[0], stream(address, **TEXT)[-1], stream(address, **CHAT)[-1]]
+        assert [choice["suppressed"] for choice in choices] == [{"marked": marked}] * 3
+
+
+def test_best_of_does_not_prefer_a_refusal(running):
+    """The best reply is chosen by the drawn replies, and then refused or not."""
+    fields = TEXT | {"max_tokens": 4, "temperature": 1}
+    with running(action="note", share=0.5) as address:
+        drawn = ask(address, **fields, n=64, seed=0)
+        shares = sorted(choice["suppressed"]["share"] for choice in drawn)
+        best = [ask(address, **fields, best_of=8, seed=8 * seed)[0] for seed in range(8)]
+    share = (shares[-9] + shares[-8]) / 2  # few are refused
+    assert shares[-9] < share < shares[-8]
+    expected = [REFUSAL if choice["suppressed"]["share"] >= share else choice["text"] for choice in best]
+    assert expected.count(REFUSAL) < 8
+    with running(action="refuse", share=share) as address:
+        assert [ask(address, **fields, best_of=8, seed=8 * seed)[0]["text"] for seed in range(8)] == expected
 
 
 def test_reply_that_cannot_be_measured_is_an_error(running, monkeypatch):
