@@ -5,8 +5,9 @@ Common options are in the default help group, rare ones under "Less common optio
 """
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -210,9 +211,12 @@ class ForgetData:
     """Maximum sequence length in tokens. Longer answers are truncated, longer texts are split."""
     system_prompt: str | None = None
     """System prompt of every conversation."""
+    chat_template_kwargs: Annotated[str | None, RARE] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
 
     def __post_init__(self) -> None:
         check_at_least("max_length", self.max_length, 2)
+        read_template_kwargs(self.chat_template_kwargs)
 
 
 @Parameter(name="*")
@@ -235,6 +239,22 @@ class Resampling:
     """Number of bootstrap resamples of the items."""
     seed: Annotated[int, SCORING] = 0
     """Seed of the resampling."""
+
+
+def read_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Read the value of `--chat-template-kwargs`.
+
+    Raises:
+        UsageError: it is not a JSON object.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        accepted = """a JSON object such as '{"enable_thinking": false}'"""
+        raise UsageError(f"--chat-template-kwargs is {text!r}; accepted: {accepted}")
+    return value
 
 
 def check_positive(name: str, value: float) -> None:

@@ -14,6 +14,7 @@ from divdec.data.formatting import (
     encode_set,
     has_system_role,
     pack,
+    template_variables,
     tokens_in,
 )
 from divdec.data.records import Message, Record, prompts_from_lines, read_prompts, record_set
@@ -95,6 +96,54 @@ def test_turns_rejected_by_template_give_one_line_error(tokenizer):
     strict = with_template(tokenizer, "{{ raise_exception('Conversation roles must alternate') }}")
     with pytest.raises(UsageError, match="refuses turns of user: Conversation roles must alternate"):
         encode(QUESTION, strict)
+
+
+THINKING = (
+    "{%- if not enable_thinking is defined %}{% set enable_thinking = true %}{% endif %}"
+    "{% for m in messages %}{% if loop.index0 > 99 %}{% break %}{% endif %}"
+    "{% if m.role == 'assistant' %}{% generation %}<|assistant|>{{ m.content.split('</think>')[-1] }}<|end|>"
+    "{% endgeneration %}{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def test_chat_template_kwargs_are_variables_of_the_template(tokenizer, plain):
+    thinking = with_template(tokenizer, THINKING)
+    short = Format(chat_template_kwargs={"enable_thinking": False})
+    assert template_variables(thinking) == {"enable_thinking"}
+    assert tokenizer.decode(encode_prompt(QUESTION, thinking)).endswith("<|assistant|><think>\n")
+    assert tokenizer.decode(encode_prompt(QUESTION, thinking, short)).endswith("born?<|assistant|>")
+    example = encode(QUESTION, thinking, short)
+    assert example.input_ids[: example.prompt_length] == encode_prompt(QUESTION, thinking, short)
+    # Others would have no effect, or replace what the layout sets.
+    for name in ("thinking", "messages", "add_generation_prompt", "tokenize", "chat_template", "eos_token"):
+        with pytest.raises(UsageError, match=f"'{name}', which is no variable.* accepted: enable_thinking"):
+            encode_prompt(QUESTION, thinking, Format(chat_template_kwargs={name: False}))
+    for other in (tokenizer, plain):
+        with pytest.raises(UsageError, match=r"'enable_thinking', which is no variable .* it has none; leave it out"):
+            encode(QUESTION, other, short)
+
+
+def test_text_of_prompts_that_finished_turns_lack_gives_warning(tokenizer, capsys):
+    thinking = with_template(tokenizer, THINKING)
+    encode(QUESTION, thinking, Format(chat_template_kwargs={"enable_thinking": False}))
+    encode(QUESTION, tokenizer)
+    assert capsys.readouterr().err == ""
+    encode(QUESTION, thinking)
+    encode(QUESTION, thinking)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: the chat template ends prompts with '<think>' and leaves it out of finished turns")
+    assert said.count("\n") == 1
+
+
+def test_prompt_can_end_within_the_last_message(tokenizer):
+    begun = Record("", messages=(*QUESTION.messages, Message("assistant", "She was")))
+    ids = encode_prompt(begun, tokenizer, end="continue")
+    assert tokenizer.decode(ids) == "<|user|>Where was Ana born?<|assistant|>She was"
+    assert tokenizer.decode(encode_prompt(begun, tokenizer, end="finished")) == tokenizer.decode(ids) + "<|end|>"
+    cut = Record("", messages=(*QUESTION.messages, Message("assistant", "x</think>")))
+    with pytest.raises(UsageError, match="leaves out a part of the message to continue"):
+        encode_prompt(cut, with_template(tokenizer, "{{ 'content' }}"), end="continue")
 
 
 def with_template(tokenizer, template):

@@ -32,7 +32,7 @@ _PLACEHOLDER = re.compile(r"zqx(\d+)xqz")
 _CLOCK = "strftime_now"
 _FIXED_CLOCK = "{% macro strftime_now(format) %}{{ zqx_date }}{% endmacro %}\n"
 # Errors of templates that do not accept the messages; a template is a program and can raise any of these.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 def plain_prompt(turns: Iterable[tuple[str, str]]) -> str:
@@ -272,7 +272,7 @@ def _render(tokenizer: Any, messages: Messages, date: str | None = None) -> str 
         options |= {"chat_template": _FIXED_CLOCK + default, "zqx_date": date}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except _TEMPLATE_ERRORS:
+    except TEMPLATE_ERRORS:
         return None
     return text if isinstance(text, str) else None
 

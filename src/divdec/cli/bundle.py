@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from divdec.cli.loading import ExpertDevices, check_not_bundle, load, measured_text
 from divdec.errors import NOT_REACHED, UsageError
 from divdec.extras import EXTRAS, missing
-from divdec.options import RARE, Flag, ModelLoading, Overwriting, Printing, SteeringChoice, check_at_least
+from divdec.options import (
+    RARE,
+    Flag,
+    ModelLoading,
+    Overwriting,
+    Printing,
+    SteeringChoice,
+    check_at_least,
+    read_template_kwargs,
+)
 
 if TYPE_CHECKING:
     from divdec.evaluation.calibration import Calibration
@@ -123,6 +132,7 @@ def calibrate(
     write: bool = False,
     force: Flag = False,
     system_prompt: str | None = None,
+    chat_template_kwargs: Annotated[str | None, RARE] = None,
     max_length: int = 1024,
     limit: int | None = None,
     batch_size: int = 32,
@@ -151,6 +161,7 @@ def calibrate(
         write: Write the chosen setting into the bundle if the measurement shows that it forgets.
         force: Write the chosen setting even if it does not forget. The model card records this.
         system_prompt: System prompt of every conversation.
+        chat_template_kwargs: Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'.
         max_length: Maximum sequence length in tokens.
         limit: Use only the first N records of each set.
         batch_size: Sequences per forward pass.
@@ -168,7 +179,7 @@ def calibrate(
     check_at_least("batch_size", batch_size, 1)
     if force and not write:
         raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
-    bound = _share(max_retain_drop)
+    bound, template_kwargs = _share(max_retain_drop), read_template_kwargs(chat_template_kwargs)
     candidates = parse_sweep(sweep or SWEEP, allow_negative=allow_negative)
     sources = {"forget": forget, "retain": retain, "holdout": holdout}
     sets = {name: read_records(sources[name], limit=limit) for name in calibration.SETS}
@@ -179,7 +190,7 @@ def calibrate(
         candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
     for candidate in candidates:
         candidate.check_vocabulary(model.vocab_size)
-    form = Format(system_prompt=system_prompt, max_length=max_length)
+    form = Format(system_prompt=system_prompt, max_length=max_length, chat_template_kwargs=template_kwargs)
     result = calibration.calibrate(
         model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not sweep, form=form, batch_size=batch_size,
         title="scoring",

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from divdec.cli.generate import SpeculationOptions, check_fits, generation_arguments, print_statistics
 from divdec.cli.loading import ExpertDevices, load, warn_if_unsteered
 from divdec.errors import UsageError
-from divdec.options import ModelLoading, Sampling, SteeringChoice
+from divdec.options import RARE, ModelLoading, Sampling, SteeringChoice, read_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,9 +34,14 @@ class Turns:
 
     system_prompt: str | None = None
     """System prompt of the conversation."""
+    chat_template_kwargs: Annotated[str | None, RARE] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
     single_turn: Annotated[bool | None, Parameter(negative="--multi-turn")] = None
     """Send each question alone, or with the earlier turns. By default the bundle decides: it records whether its models
     were trained on single questions."""
+
+    def __post_init__(self) -> None:
+        read_template_kwargs(self.chat_template_kwargs)
 
 
 def chat(
@@ -68,7 +73,10 @@ def chat(
     """
     from transformers import set_seed
 
+    from divdec.data.formatting import check_template_kwargs
+
     model, tokenizer = load(bundle, loading, choice, experts)
+    check_template_kwargs(tokenizer, read_template_kwargs(turns.chat_template_kwargs))
     set_seed(sampling.seed)
     conversation = Conversation(model, tokenizer, sampling, speculation, turns, choice.allow_negative)
     print(f"{bundle}: steering {model.steering}. /help lists the commands.")
@@ -141,7 +149,8 @@ class Conversation:
         from divdec.decoding.text import answer_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
-        form = Format(system_prompt=self.options.system_prompt)
+        kwargs = read_template_kwargs(self.options.chat_template_kwargs)
+        form = Format(self.options.system_prompt, chat_template_kwargs=kwargs)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         check_fits([prompt], self.model, "this conversation; /reset begins a new one")
         input_ids = torch.tensor([prompt], device=self.model.device)

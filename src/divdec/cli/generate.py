@@ -6,14 +6,23 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from divdec import options
 from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
-from divdec.options import ModelLoading, OutputFile, Printing, Sampling, SteeringChoice, check_at_least
+from divdec.options import (
+    RARE,
+    ModelLoading,
+    OutputFile,
+    Printing,
+    Sampling,
+    SteeringChoice,
+    check_at_least,
+    read_template_kwargs,
+)
 from divdec.runs import write_text
 
 if TYPE_CHECKING:
@@ -38,12 +47,16 @@ class Prompts:
     """Continue prompts as plain text, without the tokenizer's chat template."""
     system_prompt: str | None = None
     """System prompt of every conversation."""
+    chat_template_kwargs: Annotated[str | None, RARE] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
 
     def __post_init__(self) -> None:
         if self.prompt and self.file:
             raise UsageError("give --prompt or --file, not both")
         if self.raw and self.system_prompt is not None:
             raise UsageError("--system-prompt is a turn of a conversation; leave it out with --raw")
+        if read_template_kwargs(self.chat_template_kwargs) and self.raw:
+            raise UsageError("--chat-template-kwargs are for the chat template; leave them out with --raw")
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
         """Read the prompts: user turns where the tokenizer has a chat template, plain text otherwise."""
@@ -56,9 +69,11 @@ class Prompts:
 
     def encode(self, prompts: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Return the token ids of each prompt."""
-        from divdec.data.formatting import Format, encode_prompts
+        from divdec.data.formatting import Format, check_template_kwargs, encode_prompts
 
-        return encode_prompts(prompts, tokenizer, Format(system_prompt=self.system_prompt))
+        kwargs = read_template_kwargs(self.chat_template_kwargs)
+        check_template_kwargs(tokenizer, kwargs)
+        return encode_prompts(prompts, tokenizer, Format(self.system_prompt, chat_template_kwargs=kwargs))
 
 
 @Parameter(name="*")

@@ -16,7 +16,16 @@ from divdec.cli.chat import Turns
 from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
-from divdec.options import RARE, Flag, ModelLoading, Speculation, SteeringChoice, check_at_least, option
+from divdec.options import (
+    RARE,
+    Flag,
+    ModelLoading,
+    Speculation,
+    SteeringChoice,
+    check_at_least,
+    option,
+    read_template_kwargs,
+)
 from divdec.serving import SuppressionPolicy, check_origin
 from divdec.serving.logprobs import LogprobPolicy, default_level
 
@@ -59,6 +68,9 @@ class ServeSettings:
     """Share of probability that counts as much, at the token of the reply where steering took most."""
     refusal: Annotated[str, RARE] = SuppressionPolicy.refusal
     """Text that replaces a refused reply."""
+    chat_template_kwargs: Annotated[str | None, RARE] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Requests can replace
+    them."""
     engine: Literal["embedded", "vllm"] = "embedded"
     """Inference engine: embedded (this process), or vllm."""
     vllm_options: str = ""
@@ -97,6 +109,7 @@ class ServeSettings:
         self.suppression()
         for origin in self.cors_origin:
             check_origin(origin)
+        read_template_kwargs(self.chat_template_kwargs)
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
         if self.logprobs is not None:
@@ -205,6 +218,8 @@ def _serve_vllm(
     for field in ("ssl_certfile", "ssl_keyfile"):
         if (value := getattr(settings, field)) is not None:
             extra += [option(field), value]
+    if kwargs := read_template_kwargs(settings.chat_template_kwargs):
+        extra = ["--default-chat-template-kwargs", json.dumps(kwargs), *extra]
     extra = ["--allowed-origins", json.dumps(settings.cors_origin), *extra]  # by default some versions accept all
     extra += [] if loading.dtype == "auto" else ["--dtype", loading.dtype]
     length = speculation.draft_length
@@ -291,6 +306,7 @@ def build_engine(
         max_queue=settings.max_queue,
         speculation=None if length is None else speculative.Speculation(None if length is True else length),
         measure_suppression=settings.on_suppressed != "answer",
+        chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
     )
 
 
@@ -408,4 +424,5 @@ def _chat_options(settings: tuple[Turns, int, int], single_turn: bool = False) -
     turns, max_new_tokens, seed = settings
     if turns.single_turn is not None:
         single_turn = turns.single_turn
-    return ChatOptions(turns.system_prompt, single_turn, max_new_tokens, seed)
+    kwargs = read_template_kwargs(turns.chat_template_kwargs)
+    return ChatOptions(turns.system_prompt, single_turn, max_new_tokens, seed, kwargs)

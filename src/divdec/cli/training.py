@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from divdec.cli.loading import check_not_bundle, load, quiet, report
 from divdec.errors import NOT_REACHED, UsageError
-from divdec.options import Flag, Overwriting, Printing
+from divdec.options import Flag, Overwriting, Printing, read_template_kwargs
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings, ShrinkSettings
 
 LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
@@ -287,7 +287,8 @@ def gradient_depth(
     decoder_parts(model.target)
     positions = model.config.max_position_embeddings
     longest = settings.max_length if positions is None else min(settings.max_length, positions)
-    form = Format(system_prompt=settings.system_prompt, max_length=longest)
+    kwargs = read_template_kwargs(settings.chat_template_kwargs)
+    form = Format(system_prompt=settings.system_prompt, max_length=longest, chat_template_kwargs=kwargs)
     examples = {
         name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
         for name, records in sets.items()

@@ -7,14 +7,19 @@ otherwise.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import itertools
+import json
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from divdec.bridge.conversation import plain_prompt
+from divdec.bridge.conversation import TEMPLATE_ERRORS, plain_prompt
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError, first_line
 
@@ -39,6 +44,8 @@ class Format:
     """Date for chat templates that contain one, such as those of the Llama 3 family. By default the template's date."""
     max_length: int = 1024
     """Maximum sequence length in tokens. Longer answers are truncated, longer texts are split."""
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template, such as `{"enable_thinking": False}`."""
 
 
 WHOLE = Format(max_length=1 << 40)
@@ -83,6 +90,8 @@ def encode_records(
     Raises:
         UsageError: no token of an answer is left, because it is empty or because the prompt fills `max_length`.
     """
+    if tokenizer.chat_template and any(record.messages for record in records):
+        _warn_of_dropped_text(tokenizer, form)
     prompts = encode_prompts(records, tokenizer, form)
     special = set(tokenizer.all_special_ids)
     examples = []
@@ -102,15 +111,38 @@ def label_answer(prompt_ids: Sequence[int], whole_ids: list[int], max_length: in
 
     A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
     """
-    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt_ids, whole_ids, strict=False))
-    start = sum(1 for _ in shared)
+    start = _shared_length(prompt_ids, whole_ids)
     whole_ids = whole_ids[:max_length]
     return Example(whole_ids, [IGNORED] * start + whole_ids[start:])
 
 
-def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
-    """Tokenize the prompt of one record; see `encode_prompts`."""
-    return encode_prompts([record], tokenizer, form)[0]
+def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def encode_prompt(
+    record: Record,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format = Format(),
+    *,
+    end: Literal["reply", "continue", "finished"] = "reply",
+) -> list[int]:
+    """Tokenize the prompt of one record; see `encode_prompts`.
+
+    Args:
+        record: the record.
+        tokenizer: its tokenizer.
+        form: layout of conversations.
+        end: how the prompt ends: with the start of a reply; with the text of the last message, which the reply
+            continues; or with the end of the last turn. The last two need a chat template.
+
+    Raises:
+        UsageError: the chat template refuses the turns, or leaves out a part of the message to continue.
+    """
+    if end == "reply":
+        return encode_prompts([record], tokenizer, form)[0]
+    options = {"add_generation_prompt": False, "continue_final_message": end == "continue"}
+    return _tokens([(_render(record.messages, tokenizer, form, **options), False)], tokenizer)[0]
 
 
 def encode_prompts(
@@ -204,6 +236,63 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return padding
 
 
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the names that `chat_template_kwargs` may set in a tokenizer's chat template."""
+    if not tokenizer.chat_template:
+        return set()
+    from transformers import PreTrainedTokenizerBase
+
+    reserved = {"messages", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
+    reserved |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    return _undeclared(tokenizer.get_chat_template()) - reserved
+
+
+@functools.lru_cache(maxsize=64)
+def _undeclared(template: str) -> set[str]:
+    # The tag is transformers' own and has no effect on the text.
+    source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    return meta.find_undeclared_variables(environment.parse(source))
+
+
+def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    """Refuse variables that a chat template does not read, and that would have no effect.
+
+    Raises:
+        UsageError: names the variable, and those that the template has.
+    """
+    if unknown := sorted(set(kwargs) - (known := template_variables(tokenizer))):
+        accepted = f"accepted: {', '.join(sorted(known))}" if known else "it has none; leave it out"
+        raise UsageError(
+            f"chat_template_kwargs has {unknown[0]!r}, which is no variable of the model's chat template; {accepted}"
+        )
+
+
+def _warn_of_dropped_text(tokenizer: PreTrainedTokenizerBase, form: Format) -> None:
+    """Warn once if a prompt ends with text, such as '<think>', that the template leaves out of a finished turn."""
+    key = json.dumps([str(tokenizer.chat_template), dict(form.chat_template_kwargs)], default=str)
+    if key in _DROPPED:
+        return
+    turns = (Message("user", "first turn"),)
+    try:
+        prompt = _render(turns, tokenizer, form)
+        finished = _render((*turns, Message("assistant", "second turn")), tokenizer, form, add_generation_prompt=False)
+    except UsageError:  # the template needs other turns
+        prompt = finished = ""
+    _DROPPED[key] = prompt[_shared_length(prompt, finished) :].strip()
+    if _DROPPED[key]:
+        print(
+            f"warning: the chat template ends prompts with {_DROPPED[key]!r} and leaves it out of finished turns: "
+            "models learn answers without this text and are asked for answers after it. Turn it off with "
+            "--chat-template-kwargs if the template has a variable for it, or use a template that keeps it",
+            file=sys.stderr,
+        )
+
+
+_DROPPED: dict[str, str] = {}
+"""By template and variables."""
+
+
 def has_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a chat template has a system role: it does not reject, drop or rewrite a system turn as a user turn.
 
@@ -260,26 +349,33 @@ def _text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format, *, a
     if not (record.messages and tokenizer.chat_template):
         text = record.prompt or ""
         if record.messages:
+            check_template_kwargs(tokenizer, form.chat_template_kwargs)
             system = [("system", form.system_prompt)] if form.system_prompt else []
             turns = [("assistant" if turn.role == "assistant" else "user", turn.content) for turn in record.messages]
             text = plain_prompt([*system, *turns])
         # The space belongs to the answer's first token.
         return text + (" " if record.messages else "") + record.answer if answered else text, True
-    messages = record.messages
+    messages = (*record.messages, Message("assistant", record.answer)) if answered else record.messages
+    return _render(messages, tokenizer, form, add_generation_prompt=not answered), False
+
+
+def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, form: Format, **options: bool) -> str:
+    """Lay out messages with the chat template, by default up to where the next answer begins."""
+    check_template_kwargs(tokenizer, form.chat_template_kwargs)
     if form.system_prompt and messages[0].role != "system" and has_system_role(tokenizer):
         messages = (Message("system", form.system_prompt), *messages)
-    if answered:
-        messages = (*messages, Message("assistant", record.answer))
-    options: dict[str, Any] = {"date_string": form.date} if form.date else {}
+    variables: dict[str, Any] = {"date_string": form.date} if form.date else {}
     try:
         text = tokenizer.apply_chat_template(
             [dataclasses.asdict(message) for message in messages],
-            tokenize=False, add_generation_prompt=not answered, **options,
-        )  # fmt: skip
-    except TemplateError as error:
+            **{"tokenize": False, "add_generation_prompt": True} | variables | {**form.chat_template_kwargs} | options,
+        )
+    except TEMPLATE_ERRORS as error:
+        if options.get("continue_final_message") and not isinstance(error, TemplateError):
+            raise UsageError("the chat template leaves out a part of the message to continue") from None
         roles = ", ".join(message.role for message in messages)
         raise UsageError(f"the chat template refuses turns of {roles}: {first_line(error)}") from None
-    return str(text), False
+    return str(text)
 
 
 def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from divdec.data.formatting import WHOLE, Example, Format, encode_prompts, encode_records, label_answer
 from divdec.data.records import Message, Record, json_rows, read_text
 from divdec.errors import UsageError
+from divdec.options import read_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,11 +37,20 @@ class QuestionFormat:
     """Examples before every question (plain layout)."""
     max_length: int = 512
     """Longest sequence of the plain layout, in tokens; a chat is never cut."""
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template."""
 
     @classmethod
     def from_settings(cls, tokenizer: PreTrainedTokenizerBase, settings: EvalSettings) -> QuestionFormat:
         """Create the layout that the options of `divdec eval` describe."""
-        return cls(tokenizer, settings.template, settings.system_prompt, settings.date, max_length=settings.max_length)
+        return cls(
+            tokenizer,
+            settings.template,
+            settings.system_prompt,
+            settings.date,
+            max_length=settings.max_length,
+            chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
+        )
 
     def __post_init__(self) -> None:
         if self.template == "chat" and not self.tokenizer.chat_template:
@@ -93,7 +103,8 @@ class QuestionFormat:
 
     @functools.cached_property
     def _chat_format(self) -> Format:
-        return dataclasses.replace(WHOLE, system_prompt=self.system_prompt, date=self.date)
+        kwargs = self.chat_template_kwargs
+        return dataclasses.replace(WHOLE, system_prompt=self.system_prompt, date=self.date, chat_template_kwargs=kwargs)
 
     def _plain_example(self, record: Record) -> Example:
         # OpenUnlearning counts the prompt's tokens, and leaves the first token of many answers unlabelled.

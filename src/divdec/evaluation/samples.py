@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from divdec.data.formatting import Format
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, samples
@@ -25,6 +26,7 @@ def sample_records(
     batch_size: int = 32,
     seed: int = 0,
     title: str | None = None,
+    form: Format = Format(),  # noqa: B008
 ) -> RecordSet:
     """Sample question/answer pairs from a chat model, or plain texts from a model without a chat template.
 
@@ -39,6 +41,7 @@ def sample_records(
         batch_size: sequences in a pass.
         seed: seed of the questions or texts.
         title: title of the progress bar; None shows none.
+        form: layout of the questions that are answered.
 
     Raises:
         UsageError: fewer than half of the samples are non-empty and distinct.
@@ -58,7 +61,9 @@ def sample_records(
     if not chat:
         return RecordSet("samples", "text", _enough(list(map(Record, texts)), count))
     questions = [Record("", messages=(Message("user", text),)) for text in texts]
-    replies = answers(model, tokenizer, questions, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title)
+    replies = answers(
+        model, tokenizer, questions, form=form, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title
+    )
     records = [
         Record(reply, messages=question.messages) for question, reply in zip(questions, replies, strict=True) if reply
     ]

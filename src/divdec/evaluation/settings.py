@@ -6,7 +6,14 @@ import dataclasses
 from typing import Any, Literal
 
 from divdec.errors import UsageError
-from divdec.options import ModelLoading, OutputFolder, SteeringChoice, check_at_least, option
+from divdec.options import (
+    ModelLoading,
+    OutputFolder,
+    SteeringChoice,
+    check_at_least,
+    option,
+    read_template_kwargs,
+)
 
 
 def _of(*suites: str, default: Any) -> Any:
@@ -53,6 +60,8 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     """tofu, leak: system prompt before every question, if the chat template has a system role. The default is
     OpenUnlearning's, with which its published models were trained. Pass '' for models trained without a system
     prompt."""
+    chat_template_kwargs: str | None = _of("tofu", "leak", default=None)
+    """tofu, leak: variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
     date: str | None = _of("tofu", "leak", default="10 Apr 2025")
     """tofu, leak: date for chat templates that contain a date."""
     max_length: int = 512
@@ -93,6 +102,8 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
             check_at_least(name, getattr(self, name), 1)
         if self.limit is not None:
             check_at_least("limit", self.limit, 1)
+        if read_template_kwargs(self.chat_template_kwargs) and self.template != "chat":
+            raise UsageError("--chat-template-kwargs are for --template chat: leave out one of them")
         if self.sweep and self.steering:
             raise UsageError("give --steering or --sweep, not both")
         if self.sequence != "none" and (len(self.models) < 2 or self.sweep):

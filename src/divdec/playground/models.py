@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from divdec.bridge.conversation import plain_prompt
-from divdec.data.formatting import Format, encode, encode_prompt
+from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
@@ -58,6 +58,12 @@ class ChatOptions:
     """Longest answer, in tokens."""
     seed: int = 0
     """Seed of sampled answers."""
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template."""
+
+    def form(self, **fields: Any) -> Format:
+        """Return the layout of conversations."""
+        return Format(self.system_prompt, chat_template_kwargs=self.chat_template_kwargs, **fields)
 
 
 def is_number(value: Any) -> bool:
@@ -130,6 +136,7 @@ class SteeredModel:
         """Wrap a loaded bundle; `reveal` adds probabilities under the steered model and the target."""
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError("the playground needs a tokenizer of the tokenizers library (tokenizer.json)")
+        check_template_kwargs(tokenizer, options.chat_template_kwargs)
         rule = model.steering
         eligible_size = model.vocab_size if rule.vocabulary is None else len(rule.vocabulary)
         self.controls = SteeringControls(rule, eligible_size, rank=not isinstance(model.experts, NoExperts))
@@ -146,8 +153,7 @@ class SteeredModel:
         for message in messages:
             checked_text(message.content, "the text")
         turns = tuple(messages[-1:] if self.options.single_turn else messages)
-        form = Format(system_prompt=self.options.system_prompt)
-        return self.check_prompt(encode_prompt(Record("", messages=turns), self.tokenizer, form))
+        return self.check_prompt(encode_prompt(Record("", messages=turns), self.tokenizer, self.options.form()))
 
     def check_prompt(self, prompt: list[int]) -> list[int]:
         """Return the prompt; refuse one that is empty or leaves no room for an answer."""
@@ -206,8 +212,7 @@ class SteeredModel:
         messages = (Message("user", question),)
         prompt = self.encode_prompt(messages)
         record = Record(checked_text(continuation.strip(), "the continuation"), messages=messages)
-        form = Format(system_prompt=self.options.system_prompt, max_length=self.max_length)
-        example = encode(record, self.tokenizer, form)
+        example = encode(record, self.tokenizer, self.options.form(max_length=self.max_length))
         ids = list(example.input_ids)
         while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the answer is not part of the words
             ids.pop()
@@ -375,6 +380,8 @@ class RemoteServer:
     def _stream_chat(self, turns: Sequence[Message], fields: Mapping[str, Any]) -> Iterator[Token]:
         chat = [{"role": turn.role, "content": turn.content} for turn in turns]
         asked: dict[str, Any] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if self._logprobs else {}
+        if self.options.chat_template_kwargs:
+            asked["chat_template_kwargs"] = self.options.chat_template_kwargs
         for choice in self._endpoint.stream(messages=chat, **asked, **fields):
             entries = (choice.get("logprobs") or {}).get("content") or [{}]
             top = {other["token"]: other["logprob"] for other in entries[-1].get("top_logprobs") or ()}

@@ -20,7 +20,14 @@ from divdec.serving import ServerOptions
 from divdec.serving.engine import Engine
 from divdec.serving.middleware import Metrics, RequestRecord
 from divdec.serving.request import RequestOutput, SamplingParams, TokenLogprob
-from divdec.serving.schemas import ApiError, ChatCompletionRequest, CompletionRequest, invalid
+from divdec.serving.schemas import (
+    ApiError,
+    ChatCompletionRequest,
+    ChatMessageParam,
+    CompletionRequest,
+    Conversation,
+    invalid,
+)
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
 LOWEST_TEMPERATURE = 1e-5  # smaller temperatures overflow on division; decode greedily instead
@@ -382,7 +389,7 @@ class ChatCompletion(CompletionCall):
         if body.n > most:
             raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")
         self.add_replies(
-            await self.engine.encode_chat([(turn.role, str(turn.content)) for turn in body.messages]), body.n,
+            await encode_chat(self.engine, body, body.messages), body.n,
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
@@ -426,6 +433,16 @@ class ChatCompletion(CompletionCall):
             "token": name, "logprob": self.policy.shown(logprob),
             "bytes": list(self.engine.token_bytes(token)) or None,
         }  # fmt: skip
+
+
+async def encode_chat(engine: Engine, body: Conversation, messages: Sequence[ChatMessageParam]) -> list[int]:
+    """Tokenize the messages of a request; see `Engine.encode_chat`."""
+    return await engine.encode_chat(
+        [(turn.role, str(turn.content)) for turn in messages],
+        generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -10,19 +10,18 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from jinja2.exceptions import TemplateError
 
 from divdec.bridge.token_bytes import special_tokens, token_bytes
-from divdec.data.formatting import encode_prompt
+from divdec.data.formatting import Format, check_template_kwargs, encode_prompt
 from divdec.data.records import Message, Record
 from divdec.decoding.drafters import make_drafter
 from divdec.decoding.speculative import Speculation, check_cache
 from divdec.decoding.text import AnswerText
-from divdec.errors import UsageError, first_line
+from divdec.errors import UsageError
 from divdec.fail_closed import wait_for_checks
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.request import Request, RequestOutput, SamplingParams
@@ -63,6 +62,7 @@ class Engine:
         max_queue: int = 128,
         speculation: Speculation | None = None,
         measure_suppression: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare; `start` starts the thread.
 
@@ -74,12 +74,16 @@ class Engine:
             max_queue: most sequences that wait.
             speculation: how a request decodes that runs alone; None decodes it without drafts.
             measure_suppression: measure what steering took from each reply, by one more pass over it.
+            chat_template_kwargs: variables of the chat template, which requests can replace.
 
         Raises:
-            UsageError: the tokenizer cannot stream text, or the model cannot speculate.
+            UsageError: the tokenizer cannot stream text, the model cannot speculate, or the chat template does not
+                have such variables.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError(f"{name}: the server needs a tokenizer of the tokenizers library (tokenizer.json)")
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        check_template_kwargs(tokenizer, self._template_kwargs)
         if speculation is not None:
             make_drafter(speculation.drafter, model.experts)
             check_cache(model.new_cache(), model)
@@ -201,28 +205,46 @@ class Engine:
             raise InvalidRequest("prompt holds no token: there is nothing to continue", "prompt")
         return ids
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]], *, generation_prompt: bool = True) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Tokenize a conversation, as pairs of role and content, with the tokenizer's chat template.
 
+        Args:
+            messages: the turns.
+            generation_prompt: end with the start of a reply.
+            continue_final_message: end with the text of the last message, which the reply continues.
+            template_kwargs: variables of the template, beside the engine's.
+
         Raises:
-            InvalidRequest: there is no chat template, the template rejects the messages, or the prompt has no tokens.
+            InvalidRequest: there is no chat template, the template rejects the messages or does not have a variable,
+                or the prompt has no tokens.
         """
         if not self.tokenizer.chat_template:
             raise InvalidRequest("this model's tokenizer has no chat template: use /v1/completions", "messages")
         # Templates know OpenAI's role developer as system.
         turns = [("system" if role == "developer" else role, content) for role, content in messages]
 
+        form = Format(chat_template_kwargs={**self._template_kwargs, **(template_kwargs or {})})
+        record = Record("", messages=tuple(Message(*turn) for turn in turns))
+
         def encode() -> list[int]:
-            if generation_prompt:
-                record = Record("", messages=tuple(Message(*turn) for turn in turns))
-                return encode_prompt(record, self.tokenizer)
-            dicts = [{"role": role, "content": content} for role, content in turns]
-            return self.tokenizer.apply_chat_template(dicts, add_generation_prompt=False)["input_ids"]
+            end = "continue" if continue_final_message else "reply" if generation_prompt else "finished"
+            return encode_prompt(record, self.tokenizer, form, end=end)
 
         try:
+            check_template_kwargs(self.tokenizer, form.chat_template_kwargs)
+        except UsageError as error:
+            raise InvalidRequest(str(error), "chat_template_kwargs") from None
+        try:
             ids = await self._in_thread(encode)
-        except TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {first_line(error)}", "messages") from None
+        except UsageError as error:
+            raise InvalidRequest(str(error), "messages") from None
         if not ids:
             raise InvalidRequest("messages hold no token: there is nothing to answer", "messages")
         return ids

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -199,7 +199,32 @@ class ChatMessageParam(RequestBody):
     name: Name | None = None
 
 
-class ChatCompletionRequest(GenerationRequest):
+TemplateKwargs = Annotated[
+    dict[str, bool | int | Number | Text],
+    _accepting("an object from variables of the chat template to texts, numbers, true or false"),
+]
+
+
+class Conversation(RequestBody):
+    """How messages become a prompt, as in vLLM."""
+
+    add_generation_prompt: bool = Field(True, description="End messages with the start of a reply.")
+    continue_final_message: bool = Field(False, description="The reply continues the last message, the assistant's.")
+    chat_template_kwargs: TemplateKwargs = Field({}, description="Variables of the chat template.")
+
+    def _check_final_message(self, messages: Sequence[ChatMessageParam]) -> None:
+        if not self.continue_final_message:
+            return
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt are both true; leave out one of them")
+        if messages[-1].role != "assistant":
+            raise ValueError(
+                f"continue_final_message is true, and the last message is of role {messages[-1].role!r}; accepted: "
+                "assistant"
+            )
+
+
+class ChatCompletionRequest(GenerationRequest, Conversation):
     """Body of POST /v1/chat/completions."""
 
     NEUTRAL: ClassVar = {
@@ -222,6 +247,9 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> ChatCompletionRequest:
+        self._check_final_message(self.messages)
+        if not self.add_generation_prompt and not self.continue_final_message:
+            raise ValueError("add_generation_prompt is false: accepted only with continue_final_message")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -229,20 +257,23 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(Conversation):
     """Body of POST /tokenize: a prompt, or messages."""
 
     model: Name | None = None
     prompt: Text | None = None
     messages: list[ChatMessageParam] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool = Field(True, description="For prompts; chat templates write their own.")
-    add_generation_prompt: bool = Field(True, description="End messages with the start of a reply.")
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.messages is not None:
+            self._check_final_message(self.messages)
+        elif self.continue_final_message or self.chat_template_kwargs:
+            raise ValueError("continue_final_message and chat_template_kwargs are for messages; leave them out")
         return self
 
 

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from divdec import __version__
 from divdec.errors import UsageError
 from divdec.serving import ServerOptions
-from divdec.serving.completions import ChatCompletion, Server, TextCompletion
+from divdec.serving.completions import ChatCompletion, Server, TextCompletion, encode_chat
 from divdec.serving.engine import Engine
 from divdec.serving.middleware import Metrics, RequestMiddleware, write_log
 from divdec.serving.schemas import (
@@ -172,8 +172,7 @@ def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: C
         engine = server.find_model(body.model)
         request.state.record.model = engine.name
         if body.messages is not None:
-            turns = [(turn.role, str(turn.content)) for turn in body.messages]
-            ids = await engine.encode_chat(turns, generation_prompt=body.add_generation_prompt)
+            ids = await encode_chat(engine, body, body.messages)
         else:
             ids = await engine.encode_text(body.prompt or "", body.add_special_tokens)
         request.state.record.prompt_tokens = len(ids)

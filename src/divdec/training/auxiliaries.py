@@ -39,6 +39,7 @@ from divdec.model.checkpoint import (
     load_tokenizer,
 )
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, RunFolder, output_folder, read_json, record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, fine_tune
@@ -209,9 +210,15 @@ def train_auxiliaries(
     learned, held_out = _hold_out(retain) if checked else (retain, retain)
     if checked and held_out is retain:
         report("the retain set has fewer than 10 records: it is measured on those that p and q are trained on")
-    form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, base, report))
+    form = Format(
+        system_prompt=settings.system_prompt,
+        max_length=limit_length(settings.max_length, base, report),
+        chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
+    )
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
-    neutral = _neutral_text(settings, target, forget, retain, report) if checked and state.is_main_process else None
+    neutral = (
+        _neutral_text(settings, target, forget, retain, form, report) if checked and state.is_main_process else None
+    )
 
     same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
     run = RunFolder.open(
@@ -298,14 +305,25 @@ def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
 
 
 def _neutral_text(
-    settings: AuxiliarySettings, target: Path, forget: RecordSet, retain: RecordSet, report: Callable[[str], None]
+    settings: AuxiliarySettings,
+    target: Path,
+    forget: RecordSet,
+    retain: RecordSet,
+    form: Format,
+    report: Callable[[str], None],
 ) -> RecordSet:
     """Read the neutral text, or sample it from the target and leave out what names the forget set."""
     if settings.neutral is not None:
         return read_records(settings.neutral)
     model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
     samples = sample_records(
-        model.eval(), load_tokenizer(target), SAMPLES, max_new_tokens=48, seed=settings.seed, title="neutral samples"
+        model.eval(),
+        load_tokenizer(target),
+        SAMPLES,
+        max_new_tokens=48,
+        seed=settings.seed,
+        title="neutral samples",
+        form=Format(chat_template_kwargs=form.chat_template_kwargs),
     )
     neutral = without_names(samples, forget, retain)
     report(

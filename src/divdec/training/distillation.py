@@ -37,6 +37,7 @@ from divdec.model.checkpoint import (
 )
 from divdec.model.loading import find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.options import read_template_kwargs
 from divdec.runs import (
     RECORD,
     RunFolder,
@@ -340,7 +341,12 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     limit = min((length for length in (own, config.max_position_embeddings) if length), default=settings.max_length)
     if settings.max_length > limit:
         report(f"note: sequences are cut to {limit} tokens, the longest that all models were built for")
-    form = Format(settings.system_prompt, settings.date, min(settings.max_length, limit))
+    form = Format(
+        settings.system_prompt,
+        settings.date,
+        min(settings.max_length, limit),
+        read_template_kwargs(settings.chat_template_kwargs),
+    )
     sets = {}
     for role, records in (("forget", forget), ("retain", retain)):
         if records is not None:

@@ -9,6 +9,7 @@ import torch
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from exactness import assert_same_text
+from served import engine_of, serving
 
 PROMPT = "Who wrote the book of"
 TURNS = [{"role": "user", "content": "Where was she born?"}]
@@ -255,6 +256,43 @@ def test_multi_turn_conversation(client):
     system = [{"role": "system", "content": "Be brief."}, *turns[1:]]
     assert chat(client, messages=turns).choices == chat(client, messages=system).choices
     assert chat(client, messages=turns).usage.prompt_tokens > chat(client).usage.prompt_tokens
+
+
+def test_reply_can_continue_the_last_message(client, http, tokenizer):
+    begun = [*TURNS, {"role": "assistant", "content": "She was born in"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    prompt = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=False) + begun[-1]["content"]
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    found = chat(client, messages=begun, extra_body=options)
+    assert found.choices[0].message.content == complete(client, ids, max_tokens=16).choices[0].text
+    assert found.usage.prompt_tokens == len(ids)
+    assert http.post("/tokenize", json={"messages": begun, **options}).json()["tokens"] == ids
+    events = chat(client, messages=begun, extra_body={"continue_final_message": True}, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == found.choices[0].message.content
+
+
+@pytest.fixture(scope="module")
+def thinking(served_bundle):
+    """A server of a model whose template has a variable."""
+    engine = engine_of(served_bundle, chat_template_kwargs={})
+    engine.tokenizer.chat_template += "{% if enable_thinking|default(true) %} Well,{{ mood }}{% endif %}"
+    with serving([engine], shutdown_timeout=0.0) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        yield client
+
+
+def test_chat_template_kwargs_set_variables_of_the_template(thinking, client):
+    plain = chat(client).choices
+    assert chat(client, extra_body={"chat_template_kwargs": {}}).choices == plain
+    assert chat(thinking, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices == plain
+    by_default = chat(thinking)
+    assert by_default.usage.prompt_tokens > chat(client).usage.prompt_tokens
+    said = chat(thinking, extra_body={"chat_template_kwargs": {"mood": " happily,", "enable_thinking": True}})
+    assert said.usage.prompt_tokens > by_default.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="accepted: enable_thinking, mood") as error:
+        chat(thinking, extra_body={"chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+    assert error.value.param == "chat_template_kwargs"
+    with pytest.raises(openai.BadRequestError, match="'enable_thinking', which is no variable"):
+        chat(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
 
 
 def test_chat_default_max_tokens_is_remaining_context(client):

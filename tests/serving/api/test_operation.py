@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from divdec import UsageError
 from divdec.cli import main
 from served import bundle_of, engine_of, eventually, figure, process, serving
 
@@ -111,6 +112,20 @@ def test_api_key_is_required(served_bundle):
             assert client.completions.create(**SHORT).choices[0].finish_reason == "length"
         with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
+
+
+@pytest.mark.parametrize("value", ["[1]", "{", '"a"'])
+def test_invalid_chat_template_kwargs_give_one_line_error(tmp_path, capsys, value):
+    assert main(["serve", str(tmp_path), "--chat-template-kwargs", value]) == 2
+    assert "JSON object" in one_line(capsys)
+
+
+def test_engine_has_variables_of_the_chat_template(served_bundle):
+    from divdec.cli.serving import ServeSettings, build_engine
+
+    settings = ServeSettings(chat_template_kwargs='{"enable_thinking": false}')
+    with pytest.raises(UsageError, match="'enable_thinking', which is no variable"):
+        build_engine("tiny", str(served_bundle), settings)
 
 
 ORIGIN = "https://chat.example.org"

@@ -13,6 +13,7 @@ from divdec.data.formatting import Format
 from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
 from divdec.model.checkpoint import check_apart, common_vocabulary_of, input_digests, load_tokenizer
+from divdec.options import read_template_kwargs
 from divdec.research.baselines.eco import build_eco
 from divdec.research.baselines.filters import build_guardrail, build_ngram_filter
 from divdec.research.baselines.gradient import train_gradient_method
@@ -86,7 +87,11 @@ def run_baseline(
     check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     report_sets(forget, retain, "a method is told to forget and to keep them", report)
-    form = Format(system_prompt=settings.system_prompt, max_length=limit_length(settings.max_length, target, report))
+    form = Format(
+        system_prompt=settings.system_prompt,
+        max_length=limit_length(settings.max_length, target, report),
+        chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
+    )
     for records in (forget, retain):
         report_cut(records, tokenizer, form, report)
 
