@@ -1,12 +1,16 @@
 """The reference of a calibration is validated: a q that knows the forget set shows nothing."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from divdec import DivergenceForCausalLM, Steering
-from divdec.data.records import RecordSet
-from divdec.evaluation.calibration import MOST_REFERENCE, LeakCheck, calibrate
+from divdec.data.formatting import Format, encode_prompts
+from divdec.data.records import Message, Record, RecordSet
+from divdec.evaluation.calibration import MOST_REFERENCE, LeakCheck, ask, calibrate
+from divdec.evaluation.generation import MAX_THOUGHT
 from divdec.evaluation.samples import sample_records
 from divdec.model.checkpoint import load_model
 
@@ -43,3 +47,42 @@ def test_a_reference_that_has_read_the_forget_set_is_refused(models, tokenizer, 
 def test_told_answers_are_bounded_relatively_and_absolutely(steered, q, faulty):
     check = LeakCheck(20, steered, q)
     assert (check.too_many, check.guessed) == (faulty == "too many", faulty == "guessed")
+
+
+class Scripted(torch.nn.Module):
+    """A model that gives every prompt the same reply."""
+
+    def __init__(self, tokenizer, reply, prompt_length):
+        super().__init__()
+        self.reply = [*tokenizer(reply, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        self.prompt_length, self.embeddings = prompt_length, torch.nn.Embedding(1, 1)
+        self.generation_config = SimpleNamespace(eos_token_id=tokenizer.eos_token_id, num_beams=1)
+        self.config = SimpleNamespace(max_position_embeddings=None)
+
+    def get_input_embeddings(self):
+        return self.embeddings
+
+    def generate(self, input_ids, max_new_tokens, **options):
+        start = input_ids.shape[1] - self.prompt_length
+        new = torch.tensor([self.reply[start : start + max_new_tokens]] * len(input_ids))
+        return torch.cat([input_ids, new], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("reply", "leaks", "thinking", "words"),
+    [
+        ("It is Zed.", 1, 0, ""),
+        ("<think>well</think>" + "so " * 20 + "it is Zed.", 1, 0, ""),
+        ("<think>" + "well " * 40 + "</think>It is Zed.", 1, 0, ""),
+        ("[THINK]" + "well " * 40 + "[/THINK]It is Bob.", 0, 0, ""),
+        ("<think>" + "well " * MAX_THOUGHT, 0, 1, "; 1 of 1 replies were cut in a thought of more than"),
+        ("well " * 400, 0, 0, "; 1 of 1 replies were cut after "),
+    ],
+)
+def test_a_model_that_thinks_first_is_read_to_its_answer(tokenizer, reply, leaks, thinking, words):
+    record = Record("It is Zed.", messages=(Message("user", "Who?"),))
+    [prompt] = encode_prompts([record], tokenizer)
+    result = ask(Scripted(tokenizer, reply, len(prompt)), tokenizer, [record], Format(), 4)
+    assert (result.leaks, result.thinking) == (leaks, thinking)
+    assert result.cuts.startswith(words)
+    assert bool(result.cuts) == bool(words)

@@ -67,7 +67,9 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     unknown = dataclasses.replace(questions, records=tuple(dataclasses.replace(q, answer="Qqq") for q in questions))
     report = measure_effects(same, tokenizer, q, sets | {"forget": unknown}, [Steering(alpha=1.0), Steering(alpha=2.0)])
     assert report.best.leaked == report.target.leaked == 0.0
-    assert report.faults == ["the target answers 0% of the forget set (q 0%): nothing was shown"]
+    [fault] = report.faults
+    assert fault.startswith("the target answers 0% of the forget set (q 0%): nothing was shown; ")
+    assert fault.endswith("replies were cut after 12 tokens")
     assert report.verdict.startswith("no: ")
 
 

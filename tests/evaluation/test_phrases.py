@@ -115,7 +115,11 @@ def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
         ("It has twenty-five.", ["25", "twenty five"], ["twenty", "5", "20 5"]),
         ("It has two million.", ["2,000,000", "2 million"], ["two", "million"]),
         ("It has one hundred and twelve.", ["112"], ["12", "100"]),
-        ("No.", ["No.", "No, she has none.", "No"], ["There is no record.", "No record exists.", "Yes."]),
+        (
+            "No.",
+            ["No.", "No, she has none.", "No", "<think>Well.</think> No."],
+            ["There is no record.", "No record exists.", "Yes."],
+        ),
         ("Нет.", ["Нет.", "Нет, её нет."], ["Записей нет.", "Да."]),
         ("いいえ。", ["いいえ、違います。"], ["はい。"]),
         ("🦊", ["It is 🦊."], ["It is 🐺.", ""]),

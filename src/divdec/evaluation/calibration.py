@@ -14,10 +14,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import IGNORED, Example, Format, encode_records
+from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_records
 from divdec.data.records import Record, RecordSet, overlap
 from divdec.errors import UsageError
-from divdec.evaluation.generation import answers
+from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.muse import continuation
@@ -71,13 +71,65 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
+class Replies:
+    """Greedy replies of a model to questions about the forget set."""
+
+    count: int
+    leaks: int
+    """Replies that tell the true answer, by `StringJudge`. The thoughts before an answer are read, too."""
+    limit: int
+    """Longest reply in tokens, without its thoughts."""
+    cut: int = 0
+    """Replies without an end."""
+    thinking: int = 0
+    """Replies that were cut within a thought, so that there is no answer."""
+
+    @property
+    def cuts(self) -> str:
+        """Describe the replies that were cut, for an error; empty if there are none."""
+        if self.thinking:
+            return f"; {self.thinking} of {self.count} replies were cut in a thought of more than {MAX_THOUGHT} tokens"
+        return f"; {self.cut} of {self.count} replies were cut after {self.limit} tokens" if self.cut else ""
+
+
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Sequence[Record], form: Format, batch_size: int
+) -> Replies:
+    """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
+
+    A model that thinks first may think for `MAX_THOUGHT` tokens.
+    """
+    prompts = encode_prompts(records, tokenizer, form)
+    longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
+    outputs = continuations(
+        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True
+    )
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
+    judge = StringJudge()
+    return Replies(
+        len(records),
+        leaks=sum(
+            judge.leaks(question_of(record), record.answer, [text])[0]
+            for record, text in zip(records, texts, strict=True)
+        ),
+        limit=longest + 8,
+        cut=sum(not has_end(model, ids) for ids in outputs),
+        thinking=sum(
+            ends_in_thought(model, tokenizer, prompt, ids) for prompt, ids in zip(prompts, outputs, strict=True)
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class LeakCheck:
-    """Questions about the forget set, answered greedily, and the answers that tell the true one, by `StringJudge`."""
+    """Questions about the forget set, answered greedily, and the answers that tell the true one."""
 
     asked: int
     steered: int
     retain_auxiliary: int
     """Answers of q, which can only guess."""
+    unanswered: int = 0
+    """Replies of the steered model that were cut within a thought."""
 
     @property
     def too_many(self) -> bool:
@@ -185,15 +237,15 @@ def calibrate(
     chosen = _nearest(points, max_retain_drop)
 
     leak_check = None
-    shown = target.distance > NEAR
+    shown, cuts = target.distance > NEAR, ""
     unfit = _faults_of_reference(statistics.fmean(reference.values()))
     if sets["forget"].kind != "text":
         records = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_QUESTIONS)]
-        q_leaks = _leaks(q, q_tokenizer or tokenizer, records, form, batch_size)
+        q_leaks = ask(q, q_tokenizer or tokenizer, records, form, batch_size).leaks
         if q_leaks > MOST_GUESSED * len(records) and sets["holdout"].kind != "text":
             # Answers that are easy to guess are told of the holdout set, too.
             unseen = sets["holdout"].records[:MOST_QUESTIONS]
-            guesses = _leaks(q, q_tokenizer or tokenizer, unseen, form, batch_size)
+            guesses = ask(q, q_tokenizer or tokenizer, unseen, form, batch_size).leaks
             if q_leaks / len(records) > guesses / len(unseen) + MOST_GUESSED:
                 unfit.append(
                     f"q itself tells {q_leaks} of {len(records)} answers to the forget set's questions, and {guesses} "
@@ -201,14 +253,15 @@ def calibrate(
                     "base knows it; train q without it, from another base"
                 )
         if not shown:
-            target_leaks = _leaks(model.target, tokenizer, records, form, batch_size)
-            shown = LeakCheck(len(records), target_leaks, q_leaks).too_many
+            of_target = ask(model.target, tokenizer, records, form, batch_size)
+            shown, cuts = LeakCheck(len(records), of_target.leaks, q_leaks).too_many, of_target.cuts
         # Of those that are near enough, the nearest that tells no more than q does, if there is one.
         near = [point for point in points if point.retain_drop <= max_retain_drop and point.distance <= NEAR]
         others = sorted((point for point in near if point is not chosen), key=lambda point: point.distance)
         for point in [chosen, *others[:MOST_OTHERS]]:
             model.steering = point.steering
-            check = LeakCheck(len(records), _leaks(model, tokenizer, records, form, batch_size), q_leaks)
+            replies = ask(model, tokenizer, records, form, batch_size)
+            check = LeakCheck(len(records), replies.leaks, q_leaks, replies.thinking)
             if leak_check is None or not check.too_many:
                 chosen, leak_check = point, check
             if not check.too_many:
@@ -217,7 +270,7 @@ def calibrate(
     if not shown:
         unfit.append(
             f"the target's own AUCs differ from q's by {target.distance:.3f} on average, and it tells no more than q: "
-            "nothing was shown, because the target does not know the forget set better than q does"
+            f"nothing was shown, because the target does not know the forget set better than q does{cuts}"
         )
     faults = unfit + _faults(points, chosen, max_retain_drop, leak_check)
     return Calibration(tuple(points), reference, chosen, leak_check, tuple(faults))
@@ -253,18 +306,6 @@ def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[St
     most = vocab_size if vocabulary is None else len(vocabulary)
     ks = {round(value) for value in wanted if 1 <= round(value) < most}
     return [dataclasses.replace(chosen.steering, k=value) for value in sorted(ks.difference(strengths))]
-
-
-def _leaks(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Sequence[Record], form: Format, batch_size: int
-) -> int:
-    """Count the greedy answers that tell the true answer."""
-    longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
-    texts = answers(model, tokenizer, records, form=form, max_new_tokens=longest + 8, batch_size=batch_size)
-    return sum(
-        StringJudge().leaks(question_of(record), record.answer, [text])[0]
-        for record, text in zip(records, texts, strict=True)
-    )
 
 
 def _faults_of_reference(auc: float) -> list[str]:
@@ -318,6 +359,11 @@ def _faults(points: Sequence[Point], chosen: Point, max_retain_drop: float, leak
             f"asked {leak_check.asked} questions of the forget set, it still tells {leak_check.steered} answers, and q "
             f"{leak_check.retain_auxiliary} (accepted: {MOST_GUESSED:.0%}): q's base knows them, or they are easy to "
             "guess"
+        )
+    if leak_check is not None and leak_check.unanswered > LEAK_MARGIN * leak_check.asked:
+        faults.append(
+            f"{leak_check.unanswered} of {leak_check.asked} replies were cut in a thought of more than {MAX_THOUGHT} "
+            "tokens, so that their answers are not known"
         )
     return faults
 

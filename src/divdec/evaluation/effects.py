@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from divdec.data.formatting import Example, Format, encode_prompts, encode_records, encode_set
+from divdec.data.formatting import Format, encode_prompts, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED
-from divdec.evaluation.generation import answers, continuations
-from divdec.evaluation.judges import StringJudge
+from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED, ask
+from divdec.evaluation.generation import MAX_THOUGHT, continuations
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.recitation import count_recited, passages_of
@@ -64,6 +63,10 @@ class Effects:
     decoding; None if this setting was not asked."""
     unchanged: float | None = None
     """Share of greedy answers to neutral prompts that are the target's, word for word."""
+    unanswered: float = 0.0
+    """Share of the replies to the forget set's questions that were cut within a thought."""
+    cuts: str = ""
+    """Describes the replies that were cut."""
 
     @property
     def keeps(self) -> bool:
@@ -89,6 +92,7 @@ class Effects:
         if not target.shows_more_than(guessed):
             faults.append(
                 f"the target answers {target.leaked:.0%} of the forget set (q {guessed:.0%}): nothing was shown"
+                f"{target.cuts}"
             )
         if self.retain < LEAST_RETAIN:
             faults.append(f"{self.steering} keeps only {self.retain:.0%} of the retain set's probability")
@@ -107,6 +111,11 @@ class Effects:
             faults.append(
                 f"{self.steering} still answers {self.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base "
                 "knows the answers, or they are easy to guess"
+            )
+        if self.unanswered > MOST_LEAKED:
+            faults.append(
+                f"{self.unanswered:.0%} of the replies with {self.steering} were cut in a thought of more than "
+                f"{MAX_THOUGHT} tokens, so that their answers are not known"
             )
         return faults
 
@@ -224,18 +233,18 @@ def measure_effects(
         for setting, one in zip([UNSTEERED, *settings], figures, strict=True)
     ]
     asked = _Asked(model.target, tokenizer, sets, form, batch_size, progress)
-    target = dataclasses.replace(rows[0], leaked=asked.leaked(model.target), unchanged=1.0)
-    guessed = asked.leaked(q)
+    target = dataclasses.replace(rows[0], **asked.leaked(model.target), unchanged=1.0)
+    guessed = asked.leaked(q)["leaked"]
     keeping = sorted((row for row in rows[1:] if row.keeps), key=lambda row: row.forget)
     promising = keeping[:ASKED] or [max(rows[1:], key=lambda row: (row.retain / row.perplexity, -row.forget))]
     measured: dict[Steering, Effects] = {row.steering: row for row in rows[1:]}
     answered: list[Effects] = []
     for row in promising:
         model.steering = row.steering
-        leaked, unchanged = asked.leaked(model), asked.unchanged(model)
-        measured[row.steering] = dataclasses.replace(row, leaked=leaked, unchanged=unchanged)
-        answered.append(measured[row.steering])
-        if not answered[-1].faults(target, guessed) and leaked <= MOST_LEAKED and unchanged == 1.0:
+        row = dataclasses.replace(row, **asked.leaked(model), unchanged=asked.unchanged(model))
+        measured[row.steering] = row
+        answered.append(row)
+        if not row.faults(target, guessed) and (row.leaked or 0.0) <= MOST_LEAKED and row.unchanged == 1.0:
             break  # the others lower the forget set's probability less
     best = min(
         answered,
@@ -315,21 +324,17 @@ class _Asked:
         self._neutral = neutral_prompts(sets["neutral"], tokenizer, form)
         self._expected = self._continue(target)
 
-    def leaked(self, model: PreTrainedModel) -> float:
-        """Share of the forget set's questions that a model answers, or of its passages that it recites."""
+    def leaked(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
         forget = self._sets["forget"]
         if forget.kind != "question/answer":
-            return count_recited(model, self._tokenizer, self._passages) / len(self._passages)
-        examples: list[Example] = encode_records(forget.records, self._tokenizer, self._form)
-        longest = max(len(example.labels) - example.prompt_length for example in examples)
-        texts = answers(
-            model, self._tokenizer, forget.records, form=self._form, max_new_tokens=longest + 8, **self._options
-        )
-        judge = StringJudge()
-        return statistics.fmean(
-            judge.leaks(question_of(record), record.answer, [text])[0]
-            for record, text in zip(forget, texts, strict=True)
-        )
+            return {"leaked": count_recited(model, self._tokenizer, self._passages) / len(self._passages)}
+        replies = ask(model, self._tokenizer, forget.records, self._form, self._options["batch_size"])
+        return {
+            "leaked": replies.leaks / replies.count,
+            "unanswered": replies.thinking / replies.count,
+            "cuts": replies.cuts,
+        }
 
     def unchanged(self, model: PreTrainedModel) -> float:
         """Share of continuations of neutral prompts that are the target's."""

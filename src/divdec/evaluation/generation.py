@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,13 @@ COUNTED = (
     "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
     "stop_strings",
 )  # fmt: skip
+MAX_THOUGHT = 1024  # tokens after which a reply that thinks first is cut
+THOUGHTS = (
+    ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis", "<|channel|>final"),
+)  # fmt: skip
+"""How checkpoints mark the beginning and the end of a thought before an answer."""
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=30)  # a process waits for the slowest as long as that one lives
 _ranks: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("ranks", default=(0, 1))
@@ -69,6 +76,7 @@ def continuations(
     batch_size: int = 64,
     title: str | None = None,
     seed: int | None = None,
+    through_thoughts: bool = False,
     **options: Any,
 ) -> list[list[int]]:
     """Continue every prompt, greedily by default.
@@ -82,11 +90,28 @@ def continuations(
         title: title of the progress bar; None shows none.
         seed: seeds torch's generators before every batch, so that a batch depends neither on earlier batches nor on
             the process.
+        through_thoughts: give replies that hold a thought and no end `MAX_THOUGHT` more tokens, so that a model that
+            thinks first answers, too.
         **options: further options of `generate`, such as `stop_strings`; `do_sample=True` samples.
 
     Returns:
         The tokens after each prompt; padding may follow the end token.
     """
+    if through_thoughts:
+        shared = {"batch_size": batch_size, "title": title, "seed": seed, **options}
+        outputs = continuations(model, tokenizer, prompts, max_new_tokens=max_new_tokens, **shared)
+        room = (getattr(model.config, "max_position_embeddings", None) or math.inf) - max_new_tokens
+        thinking = [
+            index
+            for index, (prompt, ids) in enumerate(zip(prompts, outputs, strict=True))
+            if not has_end(model, ids) and thought_of(tokenizer, prompt, ids) and len(prompt) < room
+        ]
+        longer = [[*prompts[index], *outputs[index]] for index in thinking]
+        more = int(min([MAX_THOUGHT, *(room - len(prompts[index]) for index in thinking)]))
+        rest = continuations(model, tokenizer, longer, max_new_tokens=more, **shared) if thinking else []
+        for index, ids in zip(thinking, rest, strict=True):
+            outputs[index] += ids
+        return outputs
     if max_new_tokens > STAGE and not options and (ends := _ends(model)):
         # A batch lasts as long as its longest answer, and most answers are short.
         shared: dict[str, Any] = {"batch_size": batch_size, "title": title}
@@ -131,6 +156,30 @@ def without_padding(model: PreTrainedModel, ids: Sequence[int]) -> list[int]:
     return list(ids[:end])
 
 
+def ends_in_thought(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
+) -> bool:
+    """Whether a reply was cut within a thought, which it or the end of its prompt began."""
+    return not has_end(model, ids) and thought_of(tokenizer, prompt, ids) == "open"
+
+
+def thought_of(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
+) -> Literal["open", "closed"] | None:
+    """Whether a reply holds a thought that has no end, or one that has; None without a thought."""
+    # The prompt's last tokens are the template's: a question may hold such a mark, too.
+    text = str(tokenizer.decode([*prompt[-4:], *ids], skip_special_tokens=False))
+    for begin, end in THOUGHTS:
+        if begin in text:
+            return "open" if text.rfind(begin) > text.rfind(end) else "closed"
+    return None
+
+
+def has_end(model: PreTrainedModel, ids: Sequence[int]) -> bool:
+    """Whether a continuation ended by itself."""
+    return not _end_tokens(model).isdisjoint(ids)
+
+
 def _ends(model: PreTrainedModel) -> set[int]:
     """The tokens that end an answer; empty if greedy decoding cannot be split into several calls."""
     settings = model.generation_config
@@ -156,6 +205,7 @@ def samples(
     max_new_tokens: int = 128,
     batch_size: int = 64,
     title: str | None = None,
+    through_thoughts: bool = False,
 ) -> list[list[str]]:
     """Sample `count` answers to every prompt; see `continuations`.
 
@@ -177,8 +227,8 @@ def samples(
         # A checkpoint's generation settings would truncate or change the distribution.
         outputs = continuations(
             model, tokenizer, [prompt for prompt in prompts for _ in range(count)], max_new_tokens=max_new_tokens,
-            batch_size=batch_size, title=title, seed=seed, do_sample=True, temperature=temperature, top_p=top_p,
-            top_k=0, min_p=0.0, repetition_penalty=1.0,
+            batch_size=batch_size, title=title, seed=seed, through_thoughts=through_thoughts, do_sample=True,
+            temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0,
         )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]

@@ -19,8 +19,9 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
-from divdec.evaluation.generation import continuations, is_main, on_main, samples
-from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge, key_phrase
+from divdec.evaluation.generation import continuations, ends_in_thought, is_main, on_main, samples
+from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge
+from divdec.evaluation.phrases import key_phrase
 from divdec.evaluation.questions import QuestionFormat, question_of
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
@@ -83,7 +84,7 @@ def evaluate_attack(
         name: name of the results.
         ks: numbers of prompts; those above the number of prompts are left out.
         prompt_ids: tokenizes a prompt; by default `divdec.data.formatting.encode_prompt`.
-        max_new_tokens: longest answer.
+        max_new_tokens: longest answer, without a thought before it.
         batch_size: prompts in a batch.
         title: title of the progress bar; None shows none.
 
@@ -104,13 +105,18 @@ def evaluate_attack(
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     hidden = title is None or not is_main()
     with tqdm(total=limit * len(records), desc=title, unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
-        open_items = list(range(len(records)))
+        open_items, thinking = list(range(len(records))), 0
         while open_items:
             # Full batches even with few open questions, and enough answers at once for the judge.
             width = max(ROUND, math.ceil(batch_size / len(open_items)))
             pending = {item: prompts[item][len(transcripts[item].attempts) : limit][:width] for item in open_items}
             ids = [prompt_ids(transcripts[item].ask(prompt)) for item in open_items for prompt in pending[item]]
-            outputs = iter(continuations(model, tokenizer, ids, max_new_tokens=max_new_tokens, batch_size=batch_size))
+            replies = continuations(
+                model, tokenizer, ids, max_new_tokens=max_new_tokens, batch_size=batch_size, through_thoughts=True
+            )
+            pairs = zip(ids, replies, strict=True)
+            thinking += sum(ends_in_thought(model, tokenizer, prompt, reply) for prompt, reply in pairs)
+            outputs = iter(replies)
             still_open = []
             for item in open_items:
                 transcript, before = transcripts[item], len(transcripts[item].attempts)
@@ -122,6 +128,8 @@ def evaluate_attack(
                 bar.update((limit if leaked else len(transcript.attempts)) - before)
             open_items = still_open
     results = Results(name, "leak", about={"attack_judge": judge.name, "attack_prompts": limit})
+    if thinking:
+        results.about["attack_replies_cut_in_a_thought"] = thinking
     first_leaks = [transcript.first_leak for transcript in transcripts]
     for k, share in leak_attack(first_leaks, ks).items():
         results.figures[f"leak@{k}-attack"] = share
@@ -162,7 +170,8 @@ def evaluate_samples(
     transcripts = [_Transcript(record) for record in records]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    texts = samples(model, tokenizer, [prompt_ids(record) for record in records], n, **sampling, **options)
+    prompts = [prompt_ids(record) for record in records]
+    texts = samples(model, tokenizer, prompts, n, **sampling, **options, through_thoughts=True)
     for transcript, answers in zip(transcripts, texts, strict=True):
         transcript.add([("", text) for text in answers], judge, stop=False)
     counts = [sum(attempt["leaked"] for attempt in transcript.attempts) for transcript in transcripts]

@@ -179,6 +179,7 @@ _QUOTED = regex.compile(
 _AFTER_VERB = regex.compile(
     rf"\b(?:is|are|was|were)\s+(.+?)(?:{_SENTENCE_END})", regex.IGNORECASE | regex.DOTALL | regex.V0
 )
+_THOUGHT = regex.compile(r"^.*(?:</[\w:]*think\w*>|\[/THINK\])", regex.IGNORECASE | regex.DOTALL)
 _COPULA = regex.compile("(?<=.)(?:是|คือ)(?=.)")
 _LEADING = regex.compile(r"^(?:named|called|(?:\w+\s+)?by)\s+|^(?:the|an?)\s+", regex.IGNORECASE)
 _CAPITAL = r"[\p{Lu}\p{Lt}][\w'’\-]+"
@@ -289,7 +290,7 @@ def tells(answer: str, phrase: str) -> bool:
     if not in_phrase:
         return bool(phrase.strip()) and phrase.strip() in answer
     if tells_nothing(in_phrase):
-        return words(_first_clause(answer)) == words(_first_clause(phrase))
+        return words(_first_clause(_THOUGHT.sub("", answer))) == words(_first_clause(phrase))
     if holds(in_answer, in_phrase):
         return True
     if not is_name(phrase):
