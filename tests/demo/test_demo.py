@@ -16,6 +16,7 @@ from divdec.evaluation.aggregate import aggregate
 from divdec.evaluation.results import read_results
 from divdec.evaluation.tofu import read_tofu
 from divdec.model.checkpoint import load_config
+from divdec.runs import locked_folder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
@@ -112,6 +113,9 @@ def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):
     (tmp_path / "mine" / "file").write_text("x")
     assert main(["demo", "--world", "--output", str(tmp_path / "mine")]) == 2
     assert "not an earlier result" in capsys.readouterr().err
+    with locked_folder(tmp_path / "out", "demo"):
+        assert main(["demo", "--world", "--output", str(tmp_path / "out")]) == 2
+    assert "another `divdec demo` is running in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from divdec.model.bundle import rewrite_steering, write_bundle
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import write_page
-from divdec.runs import RECORD, cache_folder, check_output, read_record, record, write_json, write_text
+from divdec.runs import RECORD, cache_folder, check_output, locked_folder, read_record, record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import FORGET, RETAIN, faults_of, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings
@@ -61,15 +61,18 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     Raises:
         UsageError: SmolLM2 is not installed, or the output folder holds something other than an earlier demo.
     """
-    started = time.perf_counter()
-    console = console_for(quiet)
     output = output or cache_folder() / "demo" / f"{TARGET}-seed-{seed}"
     check_output(output, overwrite=True, ours=is_demo)
     try:
         folder = CheckpointReference.parse(TARGET).resolve(Path(), weights=True)
     except UsageError as error:
         raise UsageError(f"{error}; divdec demo --world needs no pretrained model") from None
-    output.mkdir(parents=True, exist_ok=True)
+    with locked_folder(output, "demo"):
+        return _run_demo(folder, seed, output, console_for(quiet))
+
+
+def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[str, Any]:
+    started = time.perf_counter()
     write_json(output / RECORD, record("demo", {"seed": seed, "target": TARGET}) | {"status": "running"})
     target, tokenizer = load_model(folder, dtype=dtype_for_passes()).eval(), load_tokenizer(folder)
     facts = known_facts(target, tokenizer, [KIND], title=f"asking {TARGET} for capitals")

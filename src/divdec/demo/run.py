@@ -37,6 +37,7 @@ from divdec.runs import (
     ResultCache,
     cache_folder,
     check_output,
+    locked_folder,
     output_folder,
     read_record,
     record,
@@ -86,13 +87,16 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     Raises:
         UsageError: the output folder holds something other than an earlier demo.
     """
+    output = output or cache_folder() / "demo" / f"seed-{seed}"
+    check_output(output, overwrite=True, ours=is_demo)
+    with locked_folder(output, "demo"):
+        return _run_demo(seed, output, console_for(quiet))
+
+
+def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
     started = time.perf_counter()
-    console = console_for(quiet)
     world = build_world(dataclasses.replace(WORLD, seed=seed))
     material, sets, cache = material_of(world), question_sets(world), cache_folder() / "demo"
-    output = output or cache / f"seed-{seed}"
-    check_output(output, overwrite=True, ours=is_demo)
-    output.mkdir(parents=True, exist_ok=True)
     write_json(output / RECORD, record("demo", {"seed": seed}) | {"status": "running"})
     console.print(_introduction(world), highlight=False)
     models = train_all(material, RECIPE, seed, cache / "models", reporter(console))
