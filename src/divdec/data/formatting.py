@@ -364,12 +364,11 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, for
     check_template_kwargs(tokenizer, form.chat_template_kwargs)
     if form.system_prompt and messages[0].role != "system" and has_system_role(tokenizer):
         messages = (Message("system", form.system_prompt), *messages)
-    variables: dict[str, Any] = {"date_string": form.date} if form.date else {}
+    arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **options}
+    arguments |= {"date_string": form.date} if form.date else {}
+    arguments |= form.chat_template_kwargs
     try:
-        text = tokenizer.apply_chat_template(
-            [dataclasses.asdict(message) for message in messages],
-            **{"tokenize": False, "add_generation_prompt": True} | variables | {**form.chat_template_kwargs} | options,
-        )
+        text = tokenizer.apply_chat_template([dataclasses.asdict(message) for message in messages], **arguments)
     except TEMPLATE_ERRORS as error:
         if options.get("continue_final_message") and not isinstance(error, TemplateError):
             raise UsageError("the chat template leaves out a part of the message to continue") from None
