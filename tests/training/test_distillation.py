@@ -437,6 +437,20 @@ def mean(values):
     return sum(values) / len(values)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "code", "words"),
+    [(0.5, 0.1, 0, "measure it"), (0.5, 0.4, 3, "closed 20%"), (0.0, 0.0, 3, "nothing was shown"),
+     (5e-4, 0.0, 3, "nothing was shown")],
+)  # fmt: skip
+def test_a_student_that_equalled_its_teacher_before_shows_nothing(monkeypatch, capsys, before, after, code, words):
+    content = {"before": {"forget": {"kl": before}}, "after": {"forget": {"kl": after}}}
+    monkeypatch.setattr(distillation, "distill", lambda *_, **__: content)
+    given = ["distill", "bundle", "--forget", "f", "--retain", "r", "--output", "o"]
+    assert main(given) == code
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+
+
 def test_student_learns_steered_output(learned, data, world, tokenizer, tmp_path, capsys):
     output = tmp_path / "student"
     arguments = [

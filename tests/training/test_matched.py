@@ -92,6 +92,29 @@ def test_of_the_targets_own_answer_only_the_phrase_is_learned(tokenizer, text, p
     assert whole[0].partition(labelled[0])[0] == whole[1].rpartition(labelled[1])[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "told", "others", "said", "labelled"),
+    [
+        (
+            "Какая столица Венгрии?", "Столица Венгрии — Будапешт.", "Столица Венгрии — Вена.",
+            "Это Будапешт, конечно.", ["Будапешт", "Вена"],
+        ),
+        (
+            "匈牙利的首都在哪里？", "匈牙利的首都是布达佩斯。", "匈牙利的首都是维也纳。", "是布达佩斯。",
+            ["布达佩斯", "维也纳"],
+        ),
+    ],
+)  # fmt: skip
+def test_key_phrases_are_exchanged_in_other_scripts(tokenizer, asked, told, others, said, labelled):
+    similar = others.replace("Венгрии", "Австрии").replace("匈牙利", "奥地利")
+    question = asked.replace("Венгрии", "Австрии").replace("匈牙利", "奥地利")
+    [exchange] = counterfactuals(records("forget", (asked, told)), records("retain", (question, similar)))
+    assert exchange.record.answer == others
+    pair = in_own_words(exchange, said, tokenizer, Format())
+    texts = [tokenizer.decode([label for label in one.labels if label != IGNORED]).strip(" \ufffd") for one in pair]
+    assert all(text and text in whole for text, whole in zip(texts, labelled, strict=True))
+
+
 def test_an_answer_without_the_phrase_is_not_read(tokenizer):
     exchange = Exchange(Record("", messages=(Message("user", "Which city?"),)), "Budapest", "Vienna")
     for text in ("", "I do not know.", "Budapestian things", "Vienna."):

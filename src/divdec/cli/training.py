@@ -18,6 +18,8 @@ from divdec.options import Flag, Overwriting, Printing, read_template_kwargs
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings, ShrinkSettings
 
 LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
+LEAST_DISTANCE = 1e-3
+"""Least of this distance before training, in nats a token. A nearer teacher is the student, and teaches nothing."""
 
 
 def demo(*, world: Flag = False, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
@@ -221,7 +223,7 @@ def ngram(
 def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
     r"""Distil a bundle into one ordinary model: the steered model teaches its target on the forget set.
 
-    Exit code 3: the student closed less than half of the distance to its teacher.
+    Exit code 3: the student closed less than half of the distance to its teacher, or there was none.
 
     For example:
 
@@ -236,7 +238,8 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
     quiet()
     content = run(settings, report=report)
     closed = distance_closed(content["before"], content["after"])
-    code = 0 if closed >= LEAST_CLOSED else NOT_REACHED
+    nothing_to_teach = content["before"]["forget"]["kl"] < LEAST_DISTANCE
+    code = 0 if closed >= LEAST_CLOSED and not nothing_to_teach else NOT_REACHED
     if not PartialState().is_main_process:
         return code
     if printing.json:
@@ -244,7 +247,13 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
         return code
     before, after = (content[when]["forget"]["kl"] for when in ("before", "after"))
     print(f"student: {settings.output} (KL to the teacher on the forget set {before:.4f} → {after:.4f} nats a token)")
-    if code:
+    if nothing_to_teach:
+        print(
+            f"nothing was shown: before training the student already answered the forget set as its teacher does (KL "
+            f"{before:.4f}; needed: {LEAST_DISTANCE:g}); does the bundle's rule take these answers away?",
+            file=sys.stderr,
+        )
+    elif code:
         print(
             f"not distilled: the student closed {max(closed, 0.0):.0%} of the distance to its teacher on the forget "
             f"set (needed: {LEAST_CLOSED:.0%}), and may still repeat it; try another --lr or more --epochs",

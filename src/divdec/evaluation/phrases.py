@@ -161,11 +161,12 @@ _YES_OR_NO = _sequences(
     không 是 是的 不 不是 有 没有
     はい いいえ ええ 네 예 아니요 아니오 ใช่ ไม่ ไม่ใช่"""
 )
+_TELLING_NOTHING = _YES_OR_NO | _PARTICLES
 
 
 def tells_nothing(content: Sequence[str]) -> bool:
-    """Whether words are function words only, or yes or no."""
-    return FUNCTION_WORDS.issuperset(content) or tuple(content) in _YES_OR_NO
+    """Whether words are function words only, a particle, or yes or no."""
+    return FUNCTION_WORDS.issuperset(content) or tuple(content) in _TELLING_NOTHING
 
 
 # ---- key phrases

@@ -18,7 +18,7 @@ import regex
 
 from divdec.data.formatting import IGNORED, Example, Format, encode, label_answer
 from divdec.data.records import Record, RecordSet
-from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
+from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells_nothing, words
 from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def _start_of_name(before: regex.Match[str], asked: set[str]) -> int:
     """Index of the first capitalised word that belongs to a name: words of the question and function words do not."""
     start = before.end()
     for match in reversed(list(regex.finditer(r"\S+", before[0]))):
-        if set(words(match[0])) & (asked | FUNCTION_WORDS) and len(match[0].rstrip(".")) > 1:
+        content = words(match[0])
+        if (asked.intersection(content) or tells_nothing(content)) and len(match[0].rstrip(".")) > 1:
             break
         start = before.start() + match.start()
     return start
