@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,6 +94,25 @@ def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -
             f"attention_mask has shape {tuple(attention_mask.shape)}; a steered model needs {expected}: "
             "batch, and one entry for each cached and each new token"
         )
+
+
+def check_vocabulary(token_ids: Sequence[int] | Tensor, vocab_size: int, name: str = "input_ids") -> None:
+    """Refuse token ids for which the model has no embedding. On a GPU such an id would end the process.
+
+    Args:
+        token_ids: token ids; those of a tensor on a GPU are waited for.
+        vocab_size: number of the model's tokens.
+        name: what holds the ids, for the error message.
+
+    Raises:
+        UsageError: an id is negative, or not below `vocab_size`.
+    """
+    ids = token_ids if isinstance(token_ids, Tensor) else torch.tensor(token_ids)
+    for token in (int(ids.min()), int(ids.max())) if ids.numel() else ():
+        if not 0 <= token < vocab_size:
+            raise UsageError(
+                f"{name} holds token id {token}, for which the model has no embedding; accepted: 0 to {vocab_size - 1}"
+            )
 
 
 def _describe(value: object) -> str:

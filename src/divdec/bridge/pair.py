@@ -76,11 +76,14 @@ class BridgedPair(BaseExperts, nn.Module):
         self.token_healing = token_healing
         self.retokenizer = Retokenizer(target_tokenizer, auxiliary_tokenizer)
         width = min(logit_width(retain), logit_width(forget))
-        tokens = len(self.retokenizer.auxiliary.bytes)
-        if tokens > width:
+        # Special tokens may lie beyond the logits: text never holds them.
+        tokens = max(
+            (index for index, text in enumerate(self.retokenizer.auxiliary.bytes) if text is not None), default=-1
+        )
+        if tokens >= width:
             raise UsageError(
-                f"the auxiliaries' tokenizer has {tokens} tokens, but they have logits for {width}: give the tokenizer "
-                "that they were trained with"
+                f"the auxiliaries' tokenizer has {tokens + 1} tokens, but they have logits for {width}: give the "
+                "tokenizer that they were trained with"
             )
         self._mapper = DivergenceMapper(self.retokenizer.bytes, self.retokenizer.auxiliary, target_width)
         self.map = self._mapper.map()

@@ -195,6 +195,7 @@ def documents(records: RecordSet, tokenizer: PreTrainedTokenizerBase) -> Iterato
         for record, ids in zip(batch, encoded["input_ids"], strict=True):
             if not ids:
                 raise UsageError(f"{record.location or 'a record'}: the text is empty")
+            _check_tokens(ids, tokenizer)
             yield ids
 
 
@@ -388,5 +389,15 @@ def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[l
             # Some tokenizers end every text themselves; a prompt must stay open.
             while special and ids and ids[-1] == tokenizer.eos_token_id:
                 ids.pop()
+            _check_tokens(ids, tokenizer)
             all_ids[index] = ids
     return all_ids
+
+
+def _check_tokens(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a text with a special token for which the model has no embedding, such as Gemma 3's placeholder."""
+    missing: dict[int, str] = getattr(tokenizer, "tokens_without_logits", {})  # see `load_tokenizer`
+    if missing and (token := next((missing[token] for token in ids if token in missing), None)) is not None:
+        raise UsageError(
+            f"a text holds the special token {token!r}, for which the model has no embedding: leave it out"
+        )

@@ -13,7 +13,7 @@ from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
 from divdec.experts.neural import new_cache, stateful_types
-from divdec.fail_closed import check_inputs, check_prompts
+from divdec.fail_closed import check_inputs, check_prompts, check_vocabulary
 
 if TYPE_CHECKING:
     from divdec.decoding.speculative import Speculation
@@ -37,6 +37,7 @@ class SteeredGeneration(GenerationMixin):
     takedowns: Any
     generation_config: Any
     steering: Any
+    vocab_size: int
     _cache_owner: str
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
@@ -64,7 +65,8 @@ class SteeredGeneration(GenerationMixin):
             **kwargs: see `GenerationMixin.generate`.
 
         Raises:
-            UsageError: a prompt ends in padding, or an option or search is not supported.
+            UsageError: a prompt ends in padding or holds a token without an embedding, or an option or search is not
+                supported.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
         from divdec.decoding.speculative import Speculation, check_search
@@ -72,6 +74,7 @@ class SteeredGeneration(GenerationMixin):
         inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
             check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
+            check_vocabulary(ids, self.vocab_size)
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
         elif kwargs.get("custom_generate") is not None and speculative:

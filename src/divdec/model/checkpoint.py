@@ -353,9 +353,24 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UsageError(f"{folder} has no tokenizer; save the one the model was trained with into that folder")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
+    if (folder / "config.json").is_file():
+        config = read_json(folder / "config.json")
+        width = {**config, **(config.get("text_config") or {})}.get("vocab_size")
+        if isinstance(width, int):
+            tokenizer.tokens_without_logits = tokens_without_logits(tokenizer, width)
+    return tokenizer
+
+
+def tokens_without_logits(tokenizer: Any, width: int) -> dict[int, str]:
+    """Return the special tokens, by id, for which a model with `width` logits has neither a logit nor an embedding.
+
+    Gemma 3's text checkpoints have one, `<image_soft_token>`. Prompts that hold one are refused.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    return {index: str(token) for index, token in added if index >= width and token.special}
 
 
 def vocabulary_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -405,12 +420,22 @@ def common_vocabulary_of(paths: Mapping[str, Path]) -> int:
 def check_widths(
     widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]
 ) -> None:
-    """Refuse a model that has no logit for some token of its tokenizer."""
+    """Refuse a model that has no logit for some token that its tokenizer writes.
+
+    Special tokens that neither ordinary text holds nor the tokenizer adds to it may lack one.
+    """
     for part, width in widths.items():
-        needed = max(tokenizers[part].get_vocab().values()) + 1
-        if width < needed:
+        tokenizer = tokenizers[part]
+        if max(tokenizer.get_vocab().values()) < width:
+            continue
+        missing = tokens_without_logits(tokenizer, width)
+        used = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        needed = {index for index in tokenizer.get_vocab().values() if index >= width and index not in missing}
+        if needed := needed | {index for index in used if isinstance(index, int) and index >= width}:
+            token = tokenizer.convert_ids_to_tokens(max(needed))
             raise UsageError(
-                f"{part} ({paths[part]}) has {width} logits, but its tokenizer has token ids up to {needed - 1}"
+                f"{part} ({paths[part]}) has {width} logits, but its tokenizer writes token {token!r} with id "
+                f"{max(needed)}: give the tokenizer that it was trained with, or resize its embeddings"
             )
 
 

@@ -34,7 +34,7 @@ from divdec.experts.neural import (
     uses_gradient_checkpointing,
 )
 from divdec.experts.protocol import Experts, OverlappedExperts, started_divergence
-from divdec.fail_closed import check_divergence, check_inputs, check_target, refuse_unknown
+from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -353,6 +353,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         cache = self._own_cache(past_key_values)
         past_length = cache.check_length() if cache is not None else 0
         check_inputs(input_ids, attention_mask, past_length)
+        if input_ids.device.type == "cpu":  # on a GPU only `generate` checks, once per prompt: it has to wait for them
+            check_vocabulary(input_ids, self.vocab_size)
         if cache is not None and past_length:
             cache.check_rows(len(input_ids))
         if position_ids is None:

@@ -15,7 +15,7 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedExperts, NoExperts
 from divdec.experts.neural import positions_of
 from divdec.experts.protocol import Experts, can_roll_back
-from divdec.fail_closed import check_divergence
+from divdec.fail_closed import check_divergence, check_vocabulary
 from divdec.model.checkpoint import (
     CheckpointReference,
     check_different,
@@ -243,6 +243,7 @@ class SteeringContext:
         start = min(len(ids) - last, common)
         self._crop(start)
         new = torch.tensor([list(ids[start:])])
+        check_vocabulary(new, width, "the text")
         self._ids = list(ids)
         divergence = self._loaded.experts.divergence(new, None, positions_of(new, None, start), self._cache, last)
         divergence = divergence[0, :, :width].cpu()

@@ -22,7 +22,7 @@ from divdec.decoding.drafters import make_drafter
 from divdec.decoding.speculative import Speculation, check_cache
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
-from divdec.fail_closed import wait_for_checks
+from divdec.fail_closed import check_vocabulary, wait_for_checks
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.request import Request, RequestOutput, SamplingParams
 from divdec.serving.scheduler import Closing, Scheduler, StepOutput
@@ -150,8 +150,9 @@ class Engine:
             Closing: the engine is shutting down.
             UsageError: the prompt is empty or too long, or holds a token id outside the vocabulary.
         """
-        if not prompt or not all(0 <= token < self.vocab_size for token in prompt):
-            raise UsageError(f"a prompt needs at least one token, and ids from 0 to {self.vocab_size - 1}")
+        if not prompt:
+            raise UsageError("the prompt has no token: there is nothing to continue")
+        check_vocabulary(prompt, self.vocab_size, "the prompt")
         if len(prompt) + min(params.max_tokens, 1) > self.max_model_len:
             raise UsageError(f"the prompt has {len(prompt)} tokens; the model has {self.max_model_len} positions")
         loop = asyncio.get_running_loop()

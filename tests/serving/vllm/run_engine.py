@@ -7,6 +7,7 @@ from pathlib import Path
 
 def main():
     from vllm import LLM, SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     job = json.loads(Path(sys.argv[1]).read_text())
     options = {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.3, **job["options"]}
@@ -15,7 +16,10 @@ def main():
     for batch in job["rounds"]:
         prompts = [{"prompt_token_ids": request["ids"]} for request in batch]
         settings = [SamplingParams(**whole_numbers(request["sampling"])) for request in batch]
-        rounds.append([answer(output) for output in llm.generate(prompts, settings, use_tqdm=False)])
+        try:
+            rounds.append([answer(output) for output in llm.generate(prompts, settings, use_tqdm=False)])
+        except VLLMValidationError as error:
+            rounds.append(str(error))
     Path(sys.argv[2]).write_text(json.dumps(rounds))
 
 

@@ -1,7 +1,11 @@
 """vLLM answers as the steered model in transformers does, however it batches, caches, splits or drafts."""
 
+import copy
+import shutil
+
 import pytest
 
+from divdec import write_bundle
 from vllm_reference import ALONE, EAGER, TWO_RANKS, Reference, furthest, is_steered, requests, same_answers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -68,3 +72,18 @@ def test_ngram_bundle_with_prompt_lookup_drafts(ask, make_bundle, ngrams, prompt
     for result in (answers, cached):
         same_answers(model, prompts, result)
         is_steered(model, prompts, result, apart=0.05)  # a score moves a logit by 20 at most, and most by nothing
+
+
+def test_tokens_without_embeddings_are_refused_and_the_engine_goes_on(ask, models, tokenizer, prompts, tmp_path):
+    extended = copy.deepcopy(tokenizer)
+    extended.add_tokens(["<image_soft_token>"], special_tokens=True)
+    parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
+    for name in parts.values():
+        shutil.copytree(models / name, tmp_path / name)
+        extended.save_pretrained(tmp_path / name)
+    folders = {part: str(tmp_path / name) for part, name in parts.items()}
+    bundle = write_bundle(tmp_path / "bundle", **folders, steering="linear:1.5")
+    holding = [[*prompts[1], len(tokenizer), 5]]
+    refused, answers = ask(bundle, [requests(holding), requests(prompts[:4])], **ALONE, **EAGER)
+    assert f"the prompt holds token id {len(tokenizer)}, for which the model has no embedding" in refused
+    same_answers(Reference(bundle), prompts[:4], answers)

@@ -32,7 +32,7 @@ from divdec.experts.neural import (
     stateful_types,
     uses_gradient_checkpointing,
 )
-from divdec.fail_closed import check, check_inputs, refuse_unknown
+from divdec.fail_closed import check, check_inputs, check_vocabulary, refuse_unknown
 from divdec.model.checkpoint import (
     COMPOSITE,
     CheckpointReference,
@@ -262,6 +262,8 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
             cache = self.new_cache()
         past_length = cache.check_length() if cache is not None else 0
         check_inputs(input_ids, attention_mask, past_length)
+        if input_ids.device.type == "cpu":
+            check_vocabulary(input_ids, self.vocab_size)
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, past_length)
         if cache is None:

@@ -6,6 +6,7 @@ vLLM calls `EngineChecks` when its configuration is complete, in the process tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import divdec.takedowns  # noqa: F401  # opens registries that bundles name
+from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import stateful_types
+from divdec.fail_closed import check_vocabulary
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.model.loading import Bundle
 from divdec.serving.logprobs import MIDDLEWARE, default_level
@@ -193,12 +196,38 @@ class EngineChecks:
         parts = read_parts(model_config.model, model_config.revision, options)
         check_parts(parts, vllm_config)
         check_weights_complete(parts)
+        refuse_tokens_without_embedding()
         # vLLM makes the process group of mixtures of experts by the number of the whole model's.
         model_config.model_arch_config.num_experts = max(map(number_of_experts, parts.configs.values()))
         # vLLM caches compiled code by this mapping too: code of other auxiliaries must have another key.
         shapes = {part: config.to_dict() for part, config in parts.configs.items()} | {"counted": parts.context_length}
         digest = hashlib.sha256(json.dumps(shapes, sort_keys=True, default=str).encode()).hexdigest()
         additional["divdec"] = {"registry": options.registry, "verify": options.verify, "parts": digest}
+
+
+def refuse_tokens_without_embedding() -> None:
+    """Make vLLM refuse prompts of a bundle with a token that has no embedding, such as Gemma 3's `<image_soft_token>`.
+
+    vLLM accepts every id of the tokenizer; one beyond the embeddings ends the engine.
+    """
+    from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
+    from vllm.renderers.base import BaseRenderer  # pyright: ignore[reportMissingImports]
+
+    vllms = BaseRenderer.validate_token_ids
+    if hasattr(vllms, "__wrapped__"):
+        return
+
+    @functools.wraps(vllms)
+    def validate_token_ids(self: Any, token_ids: Sequence[int], **options: Any) -> None:
+        vllms(self, token_ids, **options)
+        config = self.model_config.hf_config
+        if config.model_type == DivergenceConfig.model_type and token_ids:
+            try:
+                check_vocabulary([max(token_ids)], config.vocab_size, "the prompt")
+            except UsageError as error:
+                raise VLLMValidationError(str(error), parameter=options.get("parameter")) from None
+
+    BaseRenderer.validate_token_ids = validate_token_ids
 
 
 def number_of_experts(config: PreTrainedConfig) -> int:
