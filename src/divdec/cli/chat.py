@@ -146,6 +146,7 @@ class Conversation:
 
         from divdec.data.formatting import Format, encode_prompt
         from divdec.data.records import Message, Record, checked_text
+        from divdec.decoding.generation import plain_decoding
         from divdec.decoding.text import answer_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
@@ -158,7 +159,7 @@ class Conversation:
         streamer = None
         if not self.sampling.stop:  # a streamed text cannot be cut
             streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
-        with torch.inference_mode():
+        with torch.inference_mode(), plain_decoding(self.model):
             output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),

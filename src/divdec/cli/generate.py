@@ -207,9 +207,11 @@ def _stream(
     import torch
     from transformers import TextStreamer
 
+    from divdec.decoding.generation import plain_decoding
+
     check_fits([prompt], model, "the prompt")
     input_ids = torch.tensor([prompt], device=model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), plain_decoding(model):
         model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -233,6 +235,7 @@ def _answers(
     import torch
 
     from divdec.data.formatting import left_padded, padding_id
+    from divdec.decoding.generation import plain_decoding
     from divdec.decoding.text import answer_text, token_text
     from divdec.evaluation.generation import without_padding
 
@@ -241,7 +244,7 @@ def _answers(
         batch = encoded[start : start + batch_size]
         check_fits(batch, model, f"the longest of prompts {start + 1} to {start + len(batch)}")
         input_ids, attention_mask = left_padded(batch, padding)
-        with torch.inference_mode():
+        with torch.inference_mode(), plain_decoding(model):
             result: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 input_ids=input_ids.to(model.device),
                 attention_mask=attention_mask.to(model.device),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,25 @@ SEARCHES = (
 )
 # Options that draft with the target's own layers or hidden states, or mix an assistant's probabilities into the answer.
 UNSTEERED_OPTIONS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type")
+
+
+@contextlib.contextmanager
+def plain_decoding(model: Any) -> Iterator[None]:
+    """Use only the special tokens of a model's generation config within the block.
+
+    Penalties and sampling defaults of a checkpoint, such as the repetition penalty of Qwen's, then have no effect:
+    commands, servers and measurements decode alike, with the options of the caller.
+
+    Args:
+        model: any model with a `generation_config`, which is restored.
+    """
+    own = model.generation_config
+    tokens = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**tokens)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 class SteeredGeneration(GenerationMixin):

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import Format, encode_prompts, left_padded, padding_id
 from divdec.data.records import Record
+from divdec.decoding.generation import plain_decoding
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import device_of
 
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STAGE = 32  # tokens after which a batch goes on without its finished answers
-# Settings of a checkpoint that count new tokens, and so differ between one call of `generate` and several.
-COUNTED = (
-    "min_new_tokens", "forced_eos_token_id", "max_time", "exponential_decay_length_penalty", "begin_suppress_tokens",
-    "stop_strings",
-)  # fmt: skip
 MAX_THOUGHT = 1024  # tokens after which a reply that thinks first is cut
 THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"),
@@ -79,7 +75,7 @@ def continuations(
     through_thoughts: bool = False,
     **options: Any,
 ) -> list[list[int]]:
-    """Continue every prompt, greedily by default.
+    """Continue every prompt, greedily by default. Of the checkpoint's generation config only special tokens are used.
 
     Args:
         model: any causal LM, steered or plain.
@@ -112,7 +108,7 @@ def continuations(
         for index, ids in zip(thinking, rest, strict=True):
             outputs[index] += ids
         return outputs
-    if max_new_tokens > STAGE and not options and (ends := _ends(model)):
+    if max_new_tokens > STAGE and not options and (ends := _end_tokens(model)):
         # A batch lasts as long as its longest answer, and most answers are short.
         shared: dict[str, Any] = {"batch_size": batch_size, "title": title}
         outputs = continuations(model, tokenizer, prompts, max_new_tokens=STAGE, **shared)
@@ -132,7 +128,7 @@ def continuations(
     def own_batches() -> dict[int, list[int]]:
         outputs: dict[int, list[int]] = {}
         bar = tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True)
-        with torch.inference_mode(), bar:
+        with torch.inference_mode(), plain_decoding(model), bar:
             for start in own(range(0, len(order), batch_size)):
                 if seed is not None:
                     torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
@@ -180,14 +176,6 @@ def has_end(model: PreTrainedModel, ids: Sequence[int]) -> bool:
     return not _end_tokens(model).isdisjoint(ids)
 
 
-def _ends(model: PreTrainedModel) -> set[int]:
-    """The tokens that end an answer; empty if greedy decoding cannot be split into several calls."""
-    settings = model.generation_config
-    if settings is None or any(getattr(settings, name, None) for name in COUNTED) or (settings.num_beams or 1) > 1:
-        return set()
-    return _end_tokens(model)
-
-
 def _end_tokens(model: PreTrainedModel) -> set[int]:
     ends = None if model.generation_config is None else model.generation_config.eos_token_id
     return {ends} if isinstance(ends, int) else set(ends or ())
@@ -209,8 +197,8 @@ def samples(
 ) -> list[list[str]]:
     """Sample `count` answers to every prompt; see `continuations`.
 
-    The same model, prompts, batch size and seed give the same answers. The checkpoint's own sampling settings are not
-    used, and the generators of the CPU and of the model's GPU are restored.
+    The same model, prompts, batch size and seed give the same answers. The generators of the CPU and of the model's GPU
+    are restored.
 
     Returns:
         For each prompt `count` answers, without special tokens and outer white space.
@@ -224,11 +212,10 @@ def samples(
             "a temperature greater than 0, a top_p greater than 0 and at most 1"
         )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        # A checkpoint's generation settings would truncate or change the distribution.
         outputs = continuations(
             model, tokenizer, [prompt for prompt in prompts for _ in range(count)], max_new_tokens=max_new_tokens,
             batch_size=batch_size, title=title, seed=seed, through_thoughts=through_thoughts, do_sample=True,
-            temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0,
+            temperature=temperature, top_p=top_p, top_k=0,
         )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]

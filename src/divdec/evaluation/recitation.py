@@ -120,7 +120,9 @@ def ask_endpoint(
     """
     recited = unanswered = 0
     for passage in passages:
-        content, _ = endpoint.create_completion(passage.prompt, temperature=0.0, max_tokens=LENGTH)
+        # vLLM's own command would apply the checkpoint's repetition penalty.
+        plain = {"temperature": 0.0, "repetition_penalty": 1.0}
+        content, _ = endpoint.create_completion(passage.prompt, **plain, max_tokens=LENGTH)
         try:
             choice, read = content["choices"][0], content["usage"]["prompt_tokens"]
             # A refusal (--on-suppressed) is a whole answer, too.

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 FORMAT = "divdec takedown report 1"
 SAMPLED = 8  # answers to each prompt
-PLAIN: dict[str, Any] = {"repetition_penalty": 1.0}
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
 SHORT = 8  # tokens of a short prompt
 NEUTRAL_SAMPLES = 32  # where no neutral text is given
 CHAT = "Continue this text: {}"
@@ -93,8 +92,7 @@ def measure_request(
             recited = [False] * len(attacked)
             for seed in range(SAMPLED if options else 1):
                 title = f"{name}, {when}" if progress else None
-                # Not the checkpoint's own settings: a penalty on repetition would hide what the model knows.
-                seeded = PLAIN | options | ({"seed": seed} if options else {})
+                seeded = options | ({"seed": seed} if options else {})
                 again = recites(model, tokenizer, attacked, title=title, **seeded)
                 recited = [one or other for one, other in zip(recited, again, strict=True)]
             row[when] = sum(recited)

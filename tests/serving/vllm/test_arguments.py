@@ -24,6 +24,7 @@ def test_vllm_arguments_of_bundle(bundle, own_checkpoints, tmp_path, monkeypatch
     drafts = json.loads(options["--speculative-config"])
     assert drafts == {"method": "draft_model", "model": str(own_checkpoints / "retain"), "num_speculative_tokens": 4}
     assert json.loads(options["--additional-config"]) == {"divdec": {"verify": True}}
+    assert options["--generation-config"] == "vllm"
     assert inputs[-2:] == ["--dtype", "float32"]
     refusing = options_of(engine_arguments(str(bundle), logprobs="off"))
     assert refusing["--middleware"] == "divdec.serving.logprobs.RefuseLogprobs"

@@ -402,6 +402,8 @@ def engine_arguments(
     arguments = [
         "--model", str(bundle), "--served-model-name", name or str(bundle), "--host", host, "--port", str(port),
         "--additional-config", json.dumps({"divdec": divdec}),
+        # Of the checkpoint's file only tokens that end a text, as in the embedded server; `extra` may replace it.
+        "--generation-config", "vllm",
     ]  # fmt: skip
     if speculative is not None:
         if not 1 <= speculative <= MAX_DRAFT:
