@@ -121,8 +121,9 @@ def ask_endpoint(
     recited = unanswered = 0
     for passage in passages:
         # vLLM's own command would apply the checkpoint's repetition penalty.
-        plain = {"temperature": 0.0, "repetition_penalty": 1.0}
-        content, _ = endpoint.create_completion(passage.prompt, **plain, max_tokens=LENGTH)
+        content, _ = endpoint.create_completion(
+            passage.prompt, max_tokens=LENGTH, temperature=0.0, repetition_penalty=1.0
+        )
         try:
             choice, read = content["choices"][0], content["usage"]["prompt_tokens"]
             # A refusal (--on-suppressed) is a whole answer, too.
