@@ -94,45 +94,6 @@ def test_rounded_values_are_multiples_of_the_step(served_bundle, url):
     assert all(other["logprob"] % 0.5 == 0 for token in chat for other in [token, *token["top_logprobs"]])
 
 
-def test_logit_bias_reads_probabilities_from_text_alone(url):
-    """Why the levels below full refuse it: bisecting the bias gives what echo gives."""
-    prompt = [40, 41, 42]
-    for token in (50, 90, 130):
-        fields = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "return_tokens_as_token_ids": True}
-        echoed = ask(url, **fields | {"prompt": [*prompt, token]}, echo=True, logprobs=1).json()["choices"][0][
-            "logprobs"
-        ]
-        gap = max(echoed["top_logprobs"][3].values()) - echoed["token_logprobs"][3]
-        likeliest = ask(url, **fields, temperature=0).json()["choices"][0]["text"]
-        low, high = 0.0, 100.0
-        while high - low > 1e-3:
-            bias = (low + high) / 2
-            text = ask(url, **fields, temperature=0, logit_bias={str(token): bias}).json()["choices"][0]["text"]
-            low, high = (bias, high) if text == likeliest else (low, bias)
-        assert low - 1e-3 <= gap <= high + 1e-3
-
-
-def test_repetition_penalty_below_1_compares_tokens_of_the_prompt(url, served_bundle):
-    """Why the levels below full refuse it: bisecting the penalty gives the ratio of two steered logits."""
-    model = DivergenceForCausalLM.from_pretrained(served_bundle)
-    for first in range(40, 200):  # until a token of the prompt may come next
-        prompt = [first, first + 1, first + 2]
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt])).logits[0, -1]
-        token, likeliest = max(prompt, key=lambda one: float(logits[one])), int(logits.argmax())
-        if logits[token] > 0 and likeliest not in prompt:
-            break
-    assert 0 < logits[token] < logits[likeliest]
-    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    plain = ask(url, **fields).json()["choices"][0]["text"]
-    low, high = 0.01, 1.0
-    while high - low > 1e-4:
-        penalty = (low + high) / 2
-        text = ask(url, **fields, repetition_penalty=penalty).json()["choices"][0]["text"]
-        low, high = (low, penalty) if text == plain else (penalty, high)
-    assert low - 1e-3 <= logits[token] / logits[likeliest] <= high + 1e-3
-
-
 def test_echo_shows_the_tokens_that_a_rank_rule_masks(models):
     """What `full` gives away without an earlier reply (docs/serving.md)."""
     bundle, prompt = bundle_of(models, "masked", "rank:5"), [40, 41, 42]

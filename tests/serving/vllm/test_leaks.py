@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from divdec.serving.logprobs import MAX_BODY_BYTES
 from leaks import Client, Suite, make_leaky
 from vllm_reference import HEADERS, vllm_serving
 
@@ -43,11 +44,19 @@ def test_server_with_a_registry_gives_no_log_probabilities(make_bundle, make_reg
 
         text = {"prompt": texts[0][:40], "max_tokens": 2, "temperature": 0}
         assert ask("/v1/completions", **text).status_code == 200
-        refusals = {"logprobs": 1}, {"prompt_logprobs": 0}, {"echo": True}, {"logit_bias": {"5": 1}}
-        for fields in (*refusals, {"repetition_penalty": 0.5}):
-            refused = ask("/v1/completions", **text, **fields)
+        for fields in (
+            *({"logprobs": 1}, {"prompt_logprobs": 0}, {"echo": True}, {"logit_bias": {"5": 1}}),
+            *({"repetition_penalty": 0.5}, {"presence_penalty": -2}, {"seed": 1, "temperature": 1}, {"top_p": 0.123}),
+            *({"use_beam_search": True, "n": 2}, {"min_tokens": 1, "stop_token_ids": [5, 6]}, {"unknown": 1}),
+        ):
+            refused = ask("/v1/completions", **text | fields)
             assert refused.status_code == 400, fields
+            assert refused.json()["error"]["param"] in fields
             assert "--logprobs off" in refused.json()["error"]["message"]
+        ordinary = {"seed": 1234, "stop": ["x"], "stop_token_ids": [5], "top_p": 0.95, "logprobs": None, "n": 1}
+        assert ask("/v1/completions", **text, **ordinary).status_code == 200
+        large = httpx.post(f"{url}/v1/completions", content=bytes(MAX_BODY_BYTES + 1), timeout=300)  # without a key
+        assert large.status_code == 413
         chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
         assert ask("/v1/chat/completions", **chat, logprobs=True).status_code == 400
         scoring = {"query": [5, 9], "items": [[7]], "label_token_ids": [3, 4], "apply_softmax": False}
