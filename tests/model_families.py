@@ -177,10 +177,10 @@ def make_tokenizer(
     return tokenizer
 
 
-def write_checkpoint(name, folder, texts, seed):
-    """Write a random checkpoint of a family."""
+def write_checkpoint(name, folder, texts, seed, tokenizer=None):
+    """Write a random checkpoint of a family, with a tokenizer of the texts' or a given one."""
     family = FAMILIES[name]
-    tokenizer = make_tokenizer(texts, **family.tokenizer)
+    tokenizer = tokenizer or make_tokenizer(texts, **family.tokenizer)
     ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(family.further_ends))]
     roles = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
     config = family.config(**SIZES, vocab_size=len(tokenizer) + family.padding, **family.settings, **roles)
@@ -188,6 +188,14 @@ def write_checkpoint(name, folder, texts, seed):
     defaults = {**roles, **family.generation, "transformers_version": transformers.__version__}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     return folder
+
+
+def read_vocabulary(gguf, name, template):
+    """The tokenizer of a GGUF file that holds a vocabulary alone, with the end of a family's chats and a template."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    tokenizer.eos_token = FAMILIES[name].tokenizer["eos_token"]
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def write_real_checkpoint(gguf, folder, seed):

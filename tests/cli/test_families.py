@@ -11,7 +11,7 @@ from divdec.cli import main
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.model.checkpoint import load_tokenizer
-from model_families import FAMILIES, write_checkpoint, write_real_checkpoint
+from model_families import FAMILIES, read_vocabulary, write_checkpoint, write_real_checkpoint
 from served import engine_of, serving
 
 NAMES = ("Vardol", "Melisk", "Torquen", "Haldim", "Osprava", "Kelmor", "Brintas", "Jorvell")
@@ -24,6 +24,15 @@ RETAIN = "The river is deep here, and the boats that carry stone go slowly past 
 NEUTRAL = [f"A neutral sentence number {number} about rivers, boats and houses." for number in range(10)]
 TEXTS = (*(text for row in QUESTIONS for text in row.values()), ARTICLE, RETAIN, *NEUTRAL)
 REAL = ("qwen-0.5b", "gemma-270m", "smollm2")
+# Vocabularies and chat templates in the sources of llama.cpp, which those of llama-cpp-python contain.
+VOCABULARIES = {
+    "Llama 3.2": ("llama-bpe", "meta-llama-Llama-3.2-3B-Instruct"),
+    "Llama 3.1": ("llama-bpe", "meta-llama-Llama-3.1-8B-Instruct"),
+    "Qwen 2.5": ("qwen2", "Qwen-Qwen2.5-7B-Instruct"),
+    "Qwen 3": ("qwen2", "Qwen-Qwen3-0.6B"),
+    "Phi-3": ("phi-3", "microsoft-Phi-3.5-mini-instruct"),
+    "Mistral": ("llama-spm", None),  # Llama 2's vocabulary, of the same kind
+}
 
 
 class Commands:
@@ -115,6 +124,24 @@ def test_real_tokenizers_and_configurations(file, commands):
         pytest.skip(f"{gguf} is not at hand: make real-models, and set DIVDEC_REAL_MODELS to its folder")
     for seed, part in enumerate(("target", "base")):
         write_real_checkpoint(gguf, commands.folder / part, seed)
+    go_through(commands)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_real_vocabularies_and_templates(name, commands):
+    """The folder `models` of llama.cpp, as the folder llama.cpp in the one that DIVDEC_REAL_MODELS names."""
+    folder = Path(os.environ.get("DIVDEC_REAL_MODELS", "real-models")).expanduser() / "llama.cpp"
+    vocabulary, template = VOCABULARIES[name]
+    gguf = folder / f"ggml-vocab-{vocabulary}.gguf"
+    if not gguf.is_file():
+        pytest.skip(f"{gguf} is not at hand: copy llama.cpp's folder `models`, and set DIVDEC_REAL_MODELS")
+    text = FAMILIES[name].tokenizer["template"]
+    if template is not None:
+        text = (folder / "templates" / f"{template}.jinja").read_text()
+    for seed, part in enumerate(("target", "base")):
+        write_checkpoint(name, commands.folder / part, TEXTS, seed, read_vocabulary(gguf, name, text))
     go_through(commands)
 
 
