@@ -78,8 +78,10 @@ class TestThreadOverlap:
     def test_target_and_expert_errors_propagate(self, steered):
         steered.overlap = True
         with torch.no_grad():
+            fails = steered.target.register_forward_pre_hook(lambda *_: [][0])
             with pytest.raises(IndexError):
-                steered(input_ids=torch.tensor([[600]]))
+                steered(input_ids=PROMPTS)
+            fails.remove()
             steered.experts.forget.get_output_embeddings().weight[3] = float("nan")
             with pytest.raises(RuntimeError, match="not finite"):
                 steered(input_ids=PROMPTS)

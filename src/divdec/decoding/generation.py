@@ -58,7 +58,7 @@ class SteeredGeneration(GenerationMixin):
     takedowns: Any
     generation_config: Any
     steering: Any
-    vocab_size: int
+    embeddings: int
     _cache_owner: str
 
     def _own_cache(self, cache: Cache | None) -> DivergenceCache | None:
@@ -95,7 +95,7 @@ class SteeredGeneration(GenerationMixin):
         inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
             check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
-            check_vocabulary(ids, self.vocab_size)
+            check_vocabulary(ids, self.embeddings)
         if isinstance(kwargs.get("custom_generate"), Speculation):
             speculative = kwargs.pop("custom_generate")
         elif kwargs.get("custom_generate") is not None and speculative:

@@ -25,6 +25,7 @@ class CombinedExperts(BaseExperts, nn.Module):
         self.parts = tuple(experts for experts, _ in parts)
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
+        self.embeddings = min(getattr(experts, "embeddings", math.inf) for experts in self.parts)
         self.largest = sum(abs(weight) * getattr(experts, "largest", math.inf) for experts, weight in parts)
         # Submodules, so that `to` and `parameters` reach them.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))

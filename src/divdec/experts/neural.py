@@ -30,6 +30,7 @@ class NeuralPair(BaseExperts, nn.Module):
         self.retain = retain
         self.forget = forget
         self.vocab_size = min(logit_width(retain), logit_width(forget))
+        self.embeddings = min(count_embeddings(retain), count_embeddings(forget))
 
     def new_cache(self) -> PairCache:
         """Return an empty cache for both auxiliaries."""
@@ -245,6 +246,12 @@ def logit_width(model: PreTrainedModel) -> int:
     """Return the number of logits per position: the size of the vocabulary, possibly padded."""
     head = model.get_output_embeddings()
     return head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
+
+
+def count_embeddings(model: PreTrainedModel) -> int:
+    """Return the number of token ids that a model reads. Some models of images read ids that they never predict."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
 
 
 def check_part(name: str, model: nn.Module) -> None:

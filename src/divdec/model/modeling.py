@@ -6,6 +6,7 @@ Its logits are already steered, so nothing that reads them (generation, scores, 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from divdec.experts.correction import Correction
 from divdec.experts.neural import (
     NeuralPair,
     check_part,
+    count_embeddings,
     device_of,
     logit_width,
     logits_of,
@@ -86,6 +88,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         self.experts = experts if experts is not None else NoExperts(logit_width(target))
         self.takedowns = takedowns
         self.vocab_size = min(logit_width(target), self.experts.vocab_size)
+        self.embeddings = int(min(count_embeddings(target), getattr(self.experts, "embeddings", math.inf)))
         if takedowns is not None:
             self.vocab_size = min(self.vocab_size, takedowns.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
@@ -354,7 +357,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         past_length = cache.check_length() if cache is not None else 0
         check_inputs(input_ids, attention_mask, past_length)
         if input_ids.device.type == "cpu":  # on a GPU only `generate` checks, once per prompt: it has to wait for them
-            check_vocabulary(input_ids, self.vocab_size)
+            check_vocabulary(input_ids, self.embeddings)
         if cache is not None and past_length:
             cache.check_rows(len(input_ids))
         if position_ids is None:

@@ -261,7 +261,8 @@ RANKS = ("top_k", "n", "best_of")
 OTHERS = {
     "model", "prompt", "messages", "stop", "ignore_eos", "max_tokens", "max_completion_tokens", "stream",
     "stream_options", "return_tokens_as_token_ids", "user", "response_format", "modalities", "store", "metadata",
-    "service_tier", "safety_identifier", "prompt_cache_key",
+    "service_tier", "safety_identifier", "prompt_cache_key", "add_generation_prompt", "continue_final_message",
+    "chat_template_kwargs",
 }  # fmt: skip
 
 
