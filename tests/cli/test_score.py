@@ -37,7 +37,7 @@ CROSS_TOKENIZER = {
     "Qwen Linear CT-DD": "cross_tok/Qwen3-1.7B-lr3e-5-alpha-2.9",
     "Qwen Rank CT-DD": "cross_tok/Qwen3-1.7B-lr1e-5-topk-1000",
 }
-# The rows that differ by more than 0.01, in which columns, and why; docs/paper_tables.md lists them too.
+# The rows that differ by more than 0.01, in which columns, and why; docs/paper.md lists them too.
 BOOTSTRAP_MEAN, FILE_DISAGREES = "bootstrap mean", "the file disagrees"
 DIFFERENT = {
     "Retrain": (("priv",), BOOTSTRAP_MEAN),
@@ -130,7 +130,7 @@ class TestPaperTables:
     def test_docs_list_differing_values(self):
         from pathlib import Path
 
-        page = (Path(__file__).parents[2] / "docs" / "paper_tables.md").read_text()
+        page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
         for row, (_, reason) in DIFFERENT.items():
             name = row.replace(r"$\delta$", "δ")
             assert re.search(rf"^\| {re.escape(name)} .*{reason}", page, flags=re.MULTILINE), row

@@ -522,7 +522,7 @@ class TestGallery:
     """What is committed under docs/."""
 
     def test_gallery_has_every_figure_without_local_paths(self):
-        text = (DOCS / "gallery.md").read_text()
+        text = (DOCS / "paper.md").read_text()
         assert [name for name in FIGURES if f"--figure {name}" not in text] == []
         pictures = {DOCS / name for name in re.findall(r"\]\((gallery/[\w-]+\.svg)\)", text)}
         assert pictures == set((DOCS / "gallery").iterdir())

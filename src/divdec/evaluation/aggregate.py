@@ -1,7 +1,7 @@
 """Aggregates of figures, and their bootstrap intervals.
 
 TOFU's Mem, Priv, Utility and Agg exist in three named variants, because the paper's code, its text and other
-repositories define them differently (docs/paper_tables.md); MUSE has distances to the retrained model. A figure is a
+repositories define them differently (docs/paper.md); MUSE has distances to the retrained model. A figure is a
 number, or an array with one value for each draw of a bootstrap.
 """
 
