@@ -23,7 +23,8 @@ LINK = re.compile(r"(?<=\]\()[^)\s#:]+")
 
 def on_config(config: MkDocsConfig) -> None:
     """List the pages of the commands in the navigation."""
-    section = next(entry for entry in config.nav or [] if "Commands" in entry)
+    reference = next(entry["Reference"] for entry in config.nav or [] if "Reference" in entry)
+    section = next(entry for entry in reference if "Commands" in entry)
     pages = [{name: f"commands/{name}.md"} for name in COMMANDS]
     section["Commands"] = [{"Overview": "commands/index.md"}, *pages]
     config.watch.append(str(ROOT / "src"))

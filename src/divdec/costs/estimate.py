@@ -2,7 +2,7 @@
 
 The time per token is a roofline prediction (Williams et al. 2009): a pass takes the longer of memory time and compute
 time, plus a fixed cost per layer and per pass. `divdec bench latency` compares predictions with measurements
-(docs/costs.md).
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations
