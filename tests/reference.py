@@ -16,8 +16,15 @@ def steered_logits(target, retain, forget, ids, steering, vocab_size=None):
     vocab_size = vocab_size or min(P.shape[-1], shared)
     P, q, p = (logits[:, :vocab_size] for logits in (P, q, p))
     if steering.rule == "linear":
-        return P + steering.alpha * (q - p)
+        return linear(P, q - p, steering)
     return torch.stack([rank(P[t], q[t] - p[t], steering) for t in range(len(ids))])
+
+
+def linear(target, divergence, steering):
+    """Equation 1; with a margin, only what p prefers over q by it is lowered."""
+    if steering.margin is not None:
+        divergence = torch.where(divergence <= -steering.margin, divergence, 0.0)
+    return target + steering.alpha * divergence
 
 
 def rank(target, divergence, steering):
@@ -100,7 +107,7 @@ class StepByStep:
         """Steered logits after the last token, by equation 1 or 2."""
         target, divergence = self.parts(ids)
         if self.steering.rule == "linear":
-            return target + self.steering.alpha * divergence
+            return linear(target, divergence, self.steering)
         return rank(target, divergence, self.steering)
 
     def surely_suppressed(self, ids, tolerance):

@@ -39,6 +39,23 @@ def test_linear_rule_is_product_of_experts(target, q, p, alpha):
     torch.testing.assert_close(steered, product / product.sum(), rtol=1e-3, atol=1e-6)
 
 
+@given(ROW, st.one_of(ROW, TIED_ROW), st.floats(0, 4), st.sampled_from([0.0, 0.5, 3.0]))
+def test_linear_rule_with_a_margin_lowers_what_p_prefers_clearly(target, divergence, alpha, margin):
+    steering = Steering(alpha=alpha, margin=margin)
+    steered = steering.apply(target, divergence)
+    torch.testing.assert_close(steered, reference.linear(target, divergence, steering))
+    acts = divergence <= -margin
+    assert torch.equal(steered[~acts], target[~acts])
+    assert torch.equal(steered[acts], steer_linear(target, divergence, alpha)[acts])
+
+
+def test_linear_rule_with_a_margin_keeps_nan_and_exclusions():
+    target = torch.tensor([1.0, 2.0, 3.0])
+    assert steer_linear(target, torch.tensor([-math.inf, -2.0, 5.0]), 0.5, margin=2.0).tolist() == [-math.inf, 1.0, 3.0]
+    with pytest.raises(FailedClosed):
+        Steering.parse("linear:1:3").apply(target, torch.tensor([math.nan, 0.0, 0.0]))
+
+
 @given(ROW, ROW, st.floats(-50, 50), st.floats(-50, 50), st.floats(0, 3))
 def test_constant_logit_offset_does_not_change_linear_rule(target, divergence, a, b, alpha):
     plain = steer_linear(target, divergence, alpha).softmax(-1)
@@ -76,7 +93,7 @@ def test_rank_rule_matches_stable_sort(target, divergence, data, fill, margin):
 @given(ROW, st.one_of(ROW, TIED_ROW), st.sampled_from([None, (0, 2, 3, 5, 6)]))
 def test_sweep_matches_individual_settings(target, divergence, vocabulary):
     several = [Steering("rank", k=k, fill=fill, vocabulary=vocabulary) for k in (1, 4, 2) for fill in ("hard", "soft")]
-    several += [Steering(alpha=0.5, vocabulary=vocabulary)]
+    several += [Steering(alpha=0.5, margin=margin, vocabulary=vocabulary) for margin in (None, 0.5)]
     eligible = several[0].eligible(VOCAB)
     for setting, logits in zip(several, sweep(several, target, divergence, eligible), strict=True):
         assert torch.equal(logits, setting.apply(target, divergence, eligible))
@@ -173,6 +190,9 @@ def test_large_vocabulary_bitmap_is_compact():
         ("linear:inf", "finite"),
         ("linear:-1", "--allow-negative"),
         ("linear", "accepted"),
+        ("linear:1:much", "margin in 'linear:1:much' is not a number"),
+        ("linear:1:-3", "margin is -3.0; accepted: a number from 0 to 20"),
+        ("linear:1:3:soft", "accepted"),
         ("rank:1.5", "whole number"),
         ("rank:0", "at least 1"),
         ("rank:5:medium", "margin in 'rank:5:medium' is not a number"),

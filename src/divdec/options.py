@@ -46,8 +46,8 @@ class SteeringChoice:
     """Override of the bundle's rule."""
 
     steering: str | None = None
-    """Use this rule instead of the bundle's: linear:ALPHA, rank:K, or rank:K:MARGIN, which masks only
-    tokens whose log-probability under p exceeds that under q by MARGIN."""
+    """Use this rule instead of the bundle's: linear:ALPHA or rank:K. With linear:ALPHA:MARGIN or rank:K:MARGIN
+    it lowers only tokens whose log-probability under p exceeds that under q by MARGIN."""
     allow_negative: Flag = False
     """Accept a negative alpha, which steers towards the forget set."""
 

@@ -23,8 +23,8 @@ FILLS = ("hard", "soft")
 LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
 LARGEST_MARGIN = 20.0  # p and q hardly differ by a factor of 5e8; a larger margin would mask nothing
 ACCEPTED = (
-    "accepted: 'linear:ALPHA' (such as linear:1.5), 'rank:K' (rank:20), 'rank:K:MARGIN' (rank:20:3), and for "
-    "likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
+    "accepted: 'linear:ALPHA' (such as linear:1.5), 'linear:ALPHA:MARGIN' (linear:1.5:3), 'rank:K' (rank:20), "
+    "'rank:K:MARGIN' (rank:20:3), and for likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
 )
 # Without experts every divergence is 0, and the rank rule would still mask the first k tokens.
 NO_RULE = (
@@ -35,19 +35,31 @@ NOT_FINITE = "the steered logits contain NaN or +inf, or rule out every token; n
 
 
 def steer_linear(
-    target_logits: Float[Tensor, "... vocab"], divergence: Float[Tensor, "... vocab"], alpha: float
+    target_logits: Float[Tensor, "... vocab"],
+    divergence: Float[Tensor, "... vocab"],
+    alpha: float,
+    *,
+    margin: float | None = None,
 ) -> Float[Tensor, "... vocab"]:
     """Add the scaled divergence to the target's logits: ℓ_P + α·(ℓ_q − ℓ_p) (paper, eq. 1).
 
+    The margin is not in the paper: without it, tokens on which q and p differ by noise move too, and what q alone
+    prefers rises.
+
     Args:
         target_logits: ℓ_P, of any floating dtype.
-        divergence: ℓ_q − ℓ_p over the same vocabulary, up to a constant per position.
+        divergence: ℓ_q − ℓ_p over the same vocabulary, up to a constant per position; with a margin, log q − log p.
         alpha: strength; 0 leaves the target unchanged, 1 replaces its p by q.
+        margin: lower only the tokens whose divergence is at most −margin (nats, for neural auxiliaries), and leave all
+            others as they are.
 
     Returns:
         Steered logits in float32.
     """
-    return torch.add(target_logits.float(), divergence.float(), alpha=alpha)
+    divergence = divergence.float()
+    if margin is not None:
+        divergence = divergence.masked_fill(divergence > -margin, 0.0)  # NaN stays
+    return torch.add(target_logits.float(), divergence, alpha=alpha)
 
 
 def steer_rank(
@@ -140,7 +152,7 @@ class Steering:
     k: int = 20
     """Number of tokens that the rank rule masks."""
     margin: float | None = None
-    """Least log p − log q of a token that the rank rule masks; None for any."""
+    """Least log p − log q of a token that the rule acts on, so that none is raised; None for any token."""
     fill: str = "hard"
     """Value of a logit masked by the rank rule: 'hard' is −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
@@ -182,7 +194,7 @@ class Steering:
 
     @classmethod
     def parse(cls, value: Any, *, allow_negative: bool = False) -> Steering:
-        """Read a setting from a string ('linear:1.5', 'rank:20', 'rank:20:3', 'rank:20:soft'), a mapping or a Steering.
+        """Read a setting from a string ('linear:1.5', 'linear:1.5:3', 'rank:20', 'rank:20:soft'), a mapping or itself.
 
         Raises:
             UsageError: the rule is unknown, or its value is not a number or out of range.
@@ -194,17 +206,15 @@ class Steering:
         if not isinstance(value, str):
             raise UsageError(f"steering is {value!r}; {ACCEPTED}")
         rule, *values = value.strip().split(":")
-        if rule == "linear" and len(values) == 1:
+        fill = values.pop() if rule == "rank" and (len(values) == 3 or values[-1:] in (["hard"], ["soft"])) else "hard"
+        if rule not in RULES or len(values) not in (1, 2):
+            raise UsageError(f"steering is {value!r}; {ACCEPTED}")
+        margin = None if len(values) == 1 else _parse_number(values[1], float, f"margin in {value!r} is not a number")
+        if rule == "linear":
             alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
-            return cls(rule="linear", alpha=alpha, allow_negative=allow_negative)
-        if rule == "rank" and len(values) in (1, 2, 3):
-            k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
-            fill = values.pop() if len(values) == 3 or values[-1] in FILLS else "hard"
-            margin = None
-            if len(values) == 2:
-                margin = _parse_number(values[1], float, f"margin in {value!r} is not a number")
-            return cls(rule="rank", k=k, margin=margin, fill=fill)
-        raise UsageError(f"steering is {value!r}; {ACCEPTED}")
+            return cls(rule="linear", alpha=alpha, margin=margin, allow_negative=allow_negative)
+        k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
+        return cls(rule="rank", k=k, margin=margin, fill=fill)
 
     def revised(self, text: str, *, allow_negative: bool = False) -> Steering:
         """Parse another rule or strength and keep this setting's eligible vocabulary.
@@ -215,9 +225,9 @@ class Steering:
         return dataclasses.replace(Steering.parse(text, allow_negative=allow_negative), vocabulary=self.vocabulary)
 
     def __str__(self) -> str:
-        if self.rule == "linear":
-            return f"linear:{self.alpha:g}"
         margin = "" if self.margin is None else f":{self.margin:g}"
+        if self.rule == "linear":
+            return f"linear:{self.alpha:g}{margin}"
         return f"rank:{self.k}{margin}" + (":soft" if self.fill == "soft" else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -290,7 +300,7 @@ class Steering:
             eligible = self.eligible(target_logits.shape[-1]) if eligible is None else eligible
             steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin, **order)
         else:
-            steered = steer_linear(target_logits, divergence, self.alpha)
+            steered = steer_linear(target_logits, divergence, self.alpha, margin=self.margin)
         # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.
         check(steered.detach().amax(dim=-1).isfinite().all(), NOT_FINITE)
         return steered

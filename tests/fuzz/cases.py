@@ -111,7 +111,8 @@ def _steering(chance, kind):
         return Steering("rank", k=k, margin=margin, fill=fill, vocabulary=eligible)
     if chance.random() < 0.05:
         return Steering(alpha=-1.0, allow_negative=True)
-    return Steering(alpha=chance.choice((0.5, 1.0, 1.5, 2.0, 5.0)))
+    # Beyond a margin above 0 the rule jumps, where rounding decides; at 0 it is continuous.
+    return Steering(alpha=chance.choice((0.5, 1.0, 1.5, 2.0, 5.0)), margin=chance.choice((None, None, 0.0)))
 
 
 def _draw_generation(chance, case):

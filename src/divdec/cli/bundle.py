@@ -62,8 +62,8 @@ def bundle(
         output: Folder for the bundle.
         retain_auxiliary: q, the auxiliary trained without the forget set: a folder or hub id.
         forget_auxiliary: p, the auxiliary trained with the forget set: a folder or hub id.
-        steering: The rule: linear:ALPHA, rank:K or rank:K:MARGIN; linear:1.5 by default. Not needed for a bundle
-            with only a registry.
+        steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; linear:1.5 by default. Not needed for
+            a bundle with only a registry.
         ngram: An n-gram pair (`divdec ngram`), instead of the auxiliaries or added to them.
         ngram_weight: Weight of the n-gram divergence.
         registry: A registry of takedown requests (`divdec takedown`), which the model follows.

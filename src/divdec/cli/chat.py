@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /alpha NUMBER   steer linearly with this strength
-/rule RULE      steer with linear:ALPHA, rank:K or rank:K:MARGIN
+/rule RULE      steer with linear:ALPHA[:MARGIN] or rank:K[:MARGIN]
 /why            show which tokens the experts suppressed in the last answer, and by how much
 /reset          begin a new conversation
 /quit           leave (or Ctrl-D)"""

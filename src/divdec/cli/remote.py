@@ -30,8 +30,8 @@ class RemoteExperts:
     bundle: str | None = None
     """Bundle of experts, tokenizer and rule; its target's weights are not loaded."""
     steering: str | None = None
-    """The rule: linear:ALPHA, rank:K or rank:K:MARGIN; the bundle's by default. Not needed for a bundle with only a
-    registry."""
+    """The rule: linear:ALPHA or rank:K, both also with :MARGIN; the bundle's by default. Not needed for a bundle with
+    only a registry."""
     tokenizer: str | None = None
     """Without a bundle: the provider's tokenizer, a folder or hub id."""
     retain_auxiliary: str | None = None
@@ -54,7 +54,7 @@ class RemoteExperts:
             )
         models = (self.retain_auxiliary, self.forget_auxiliary, self.ngram)
         if self.bundle is None and self.steering is None and any(models):
-            raise UsageError("--steering is required without a bundle: linear:ALPHA, rank:K or rank:K:MARGIN")
+            raise UsageError("--steering is required without a bundle: linear:ALPHA[:MARGIN] or rank:K[:MARGIN]")
         if self.bundle is not None and any((*models, self.registry, self.bridge)):
             raise UsageError(
                 "a bundle names its experts: leave out --retain-auxiliary, --forget-auxiliary, --ngram, --registry "

@@ -286,7 +286,8 @@ def _nearest(points: Sequence[Point], max_retain_drop: float) -> Point:
 
 def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[Steering]:
     """Settings beyond the end of a sweep that is the best so far, or beside the best if that is far from q."""
-    strengths = sorted(point.strength for point in points if point.steering.rule == chosen.steering.rule)
+    kind = (chosen.steering.rule, chosen.steering.margin)
+    strengths = sorted(point.strength for point in points if (point.steering.rule, point.steering.margin) == kind)
     strength = chosen.strength
     if strength == strengths[-1] and chosen.excess > 0:
         wanted = [strength * factor for factor in (1.25, 1.5, 2.0)]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[Steering, ...]:
-    """Parse settings such as 'linear:0.5,1,1.5', 'rank:1,5,20' and 'rank:5,20:3' (with a margin).
+    """Parse settings such as 'linear:0.5,1,1.5', 'rank:1,5,20', and with a margin 'linear:1,1.5:3' or 'rank:5,20:3'.
 
     Raises:
         UsageError: a setting is malformed, or given twice.

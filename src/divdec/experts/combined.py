@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -66,21 +67,19 @@ class NoExperts(BaseExperts):
 
 
 def check_rule(steering: Steering, experts: Experts) -> None:
-    """Refuse a rank rule whose masks do not depend on the experts.
+    """Refuse a rank rule whose masks do not depend on the experts, and a margin that they never reach.
 
     Raises:
-        UsageError: there are no experts, so that the first k tokens would be masked; or the divergence never reaches
-            the margin, so that none would be.
+        UsageError: there are no experts, so that the rank rule would mask the first k tokens; or the divergence never
+            reaches the margin, so that the rule would do nothing.
     """
-    if steering.rule != "rank":
-        return
-    if isinstance(experts, NoExperts):
+    if isinstance(experts, NoExperts) and steering.rule == "rank":
         raise UsageError(NO_RULE)
     largest = getattr(experts, "largest", math.inf)
     if steering.margin is not None and steering.margin > largest:
         raise UsageError(
             f"{steering}: the scores of these n-grams differ by at most {largest:g}, so no token would reach the "
-            f"margin of {steering.margin:g}; give a smaller one or none (rank:{steering.k})"
+            f"margin of {steering.margin:g}; give a smaller one or none ({dataclasses.replace(steering, margin=None)})"
         )
 
 

@@ -64,8 +64,8 @@ class NeuralPair(BaseExperts, nn.Module):
 def divergence_of(q_logits: Float[Tensor, "... _"], p_logits: Float[Tensor, "... _"]) -> Float[Tensor, "... vocab"]:
     """Compute log q − log p over the tokens that both have, in float32.
 
-    This is ℓ_q − ℓ_p of the paper's eq. 1 up to a constant per position, which changes neither rule; the margin of the
-    rank rule needs probabilities.
+    This is ℓ_q − ℓ_p of the paper's eq. 1 up to a constant per position, which changes neither rule; a margin
+    needs probabilities.
     """
     width = min(q_logits.shape[-1], p_logits.shape[-1])
     q, p = q_logits[..., :width].float(), p_logits[..., :width].to(q_logits.device).float()

@@ -116,9 +116,10 @@ class ImageBenchmark:
 
 def rule_name(steering: Steering) -> tuple[str, str]:
     """Method and config of a rule in the paper's tables."""
+    margin = "" if steering.margin is None else f", margin={steering.margin:g}"
     if steering.rule == "linear":
-        return "Linear", f"α={steering.alpha:g}"
-    return "Rank", f"k={steering.k}" + ("" if steering.margin is None else f", margin={steering.margin:g}")
+        return "Linear", f"α={steering.alpha:g}{margin}"
+    return "Rank", f"k={steering.k}{margin}"
 
 
 def frechet_distances(

@@ -26,7 +26,7 @@ from divdec.data.records import Message, Record
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
-from reference import rank, steered_logits
+from reference import linear, rank, steered_logits
 from served import engine_of, serving
 
 NEAR = 5e-3  # nats by which logits may differ: batches, padding and caches round otherwise than one pass
@@ -54,7 +54,7 @@ class Bundle:
             target, divergence = (piece[0].float() for piece in self.model.components(torch.tensor([ids])))
         steering = self.model.steering
         if steering.rule == "linear":
-            return target + steering.alpha * divergence
+            return linear(target, divergence, steering)
         return torch.stack([rank(*row, steering) for row in zip(target, divergence, strict=True)])
 
 
