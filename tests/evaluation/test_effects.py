@@ -9,7 +9,15 @@ import torch
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
-from divdec.evaluation.effects import MOST_PERPLEXITY, Effects, EffectsReport, measure_effects, without_names
+from divdec.evaluation.effects import (
+    MOST_PERPLEXITY,
+    Effects,
+    EffectsReport,
+    margin_above,
+    measure_effects,
+    measure_noise,
+    without_names,
+)
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import load_model
@@ -71,6 +79,25 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert fault.startswith("the target answers 0% of the forget set (q 0%): nothing was shown; ")
     assert fault.endswith("replies were cut after 12 tokens")
     assert report.verdict.startswith("no: ")
+
+
+def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets):
+    q, p = steered.experts.retain, steered.experts.forget
+    examples = encode_set(sets["neutral"], tokenizer)
+    expected = []
+    for example in examples:
+        ids = torch.tensor([example.input_ids])
+        with torch.no_grad():
+            divergence = q(ids).logits.log_softmax(-1) - p(ids).logits.log_softmax(-1)
+        places = [place for place, label in enumerate(example.labels) if label >= 0 and place]
+        expected += [abs(float(divergence[0, place - 1, example.labels[place]])) for place in places]
+    noise = measure_noise(q, p, examples)
+    assert noise == pytest.approx(torch.tensor(expected).quantile(torch.tensor([0.5, 0.9, 0.99])).tolist(), rel=1e-3)
+    report = measure_effects(steered, tokenizer, q, sets)
+    assert report.noise == pytest.approx(noise, rel=1e-3)
+    margins = {row.steering.margin for row in report.settings if row.steering.rule == "linear"}
+    assert margins == {None, margin_above(noise)}
+    assert margin_above(noise) > noise[-1]
 
 
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):

@@ -72,7 +72,7 @@ def test_multi_token_block_uses_fewer_requests(remote, url, bundle, prompts):
     assert requests[1] < requests[0]
 
 
-@pytest.mark.parametrize("steering", ["linear:1.5", "rank:20"])
+@pytest.mark.parametrize("steering", ["linear:1.5", "linear:1.5:0.5", "rank:20"])
 def test_a_provider_without_log_probabilities(remote, provider, bundle, local, prompts, steering):
     target = remote(provider(request=no_logprobs).url, bundle, steering, limits=BiasLimits(600), tries=2)
     answer = target.generate(prompts[0], TOKENS)

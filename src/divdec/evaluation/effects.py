@@ -12,9 +12,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import regex
 
-from divdec.data.formatting import Format, encode_prompts, encode_set
+from divdec.data.formatting import Example, Format, encode_prompts, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED, ask
@@ -22,7 +23,7 @@ from divdec.evaluation.generation import MAX_THOUGHT, continuations
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.recitation import count_recited, passages_of
-from divdec.evaluation.scoring import score_settings
+from divdec.evaluation.scoring import score, score_settings
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 
     from divdec.model.modeling import DivergenceForCausalLM
 
-CANDIDATES = tuple(
-    Steering.parse(text) for text in ("linear:0.5", "linear:1", "linear:1.5", "rank:5:3", "rank:20:3", "rank:50:3")
-)
+CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
+ALPHAS = (1.0, 1.5)  # of the linear rules with a margin
+NOISE_LEVELS = (0.5, 0.9, 0.99)
+LEAST_MARGIN, NOISE_FACTOR = 1.0, 2.0
 LEAST_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MOST_PERPLEXITY = 1.10
@@ -129,6 +131,8 @@ class EffectsReport:
     best: Effects
     guessed: float
     """Share of the forget set's questions that q answers, or of its passages that q recites."""
+    noise: tuple[float, ...] = ()
+    """Quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of the neutral text, in nats."""
 
     @property
     def faults(self) -> list[str]:
@@ -172,6 +176,7 @@ class EffectsReport:
             "settings": [one.to_dict() for one in self.settings],
             "best": str(self.best.steering),
             "guessed": self.guessed,
+            "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
             "shown": self.target.shows_more_than(self.guessed),
             "faults": self.faults,
             "summary": str(self),
@@ -179,12 +184,42 @@ class EffectsReport:
         }
 
 
+def margin_above(noise: Sequence[float]) -> float:
+    """Return a margin above the noise: that of a rule which should do nothing on neutral text."""
+    return round(max(LEAST_MARGIN, NOISE_FACTOR * noise[-1]), 1)
+
+
+def measure_noise(
+    q: PreTrainedModel, p: PreTrainedModel, examples: Sequence[Example], batch_size: int = 32
+) -> tuple[float, ...]:
+    """Compute the quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of neutral text, in nats.
+
+    p and q should agree there. What remains is noise of their training, which steering adds to the target's logits.
+    """
+    of_q, of_p = (score(part, examples, batch_size=batch_size) for part in (q, p))
+    pairs = zip(of_q, of_p, strict=True)
+    noise = [
+        abs(a - b) for one, two in pairs for a, b in zip(one.log_probabilities, two.log_probabilities, strict=True)
+    ]
+    return tuple(np.quantile(noise, NOISE_LEVELS).tolist())
+
+
+def candidates(noise: Sequence[float]) -> tuple[Steering, ...]:
+    """Return the rules that `measure_effects` compares by default, with a margin above the noise.
+
+    Args:
+        noise: the result of `measure_noise`.
+    """
+    margin = margin_above(noise)
+    return (*map(Steering.parse, CANDIDATES), *(Steering(alpha=alpha, margin=margin) for alpha in ALPHAS))
+
+
 def measure_effects(
     model: DivergenceForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     q: PreTrainedModel,
     sets: Mapping[str, RecordSet],
-    settings: Sequence[Steering] = CANDIDATES,
+    settings: Sequence[Steering] | None = None,
     *,
     form: Format = Format(),  # noqa: B008
     batch_size: int = 32,
@@ -200,7 +235,7 @@ def measure_effects(
         tokenizer: its tokenizer.
         q: the retain auxiliary, with the same vocabulary; its answers show what can be guessed.
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on) and 'neutral'.
-        settings: the candidates.
+        settings: the candidates; by default those of `candidates`.
         form: layout of conversations.
         batch_size: sequences in a pass.
         progress: show progress bars.
@@ -212,6 +247,9 @@ def measure_effects(
     examples = {name: encode_set(records, tokenizer, form) for name, records in sets.items()}
     flat = [example for some in examples.values() for example in some[:MOST_RECORDS]]
     names = [name for name, some in examples.items() for _ in some[:MOST_RECORDS]]
+    experts: Any = model.experts
+    noise = measure_noise(q, experts.forget, examples["neutral"][:MOST_RECORDS], batch_size)
+    settings = candidates(noise) if settings is None else settings
     title = "settings" if progress else None
     scored = score_settings(model, flat, [UNSTEERED, *settings], batch_size=batch_size, title=title)
     figures: list[dict[str, float]] = []
@@ -257,7 +295,7 @@ def measure_effects(
         ),
     )
     model.steering = best.steering
-    return EffectsReport(target, tuple(measured.values()), best, guessed)
+    return EffectsReport(target, tuple(measured.values()), best, guessed, noise)
 
 
 def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:

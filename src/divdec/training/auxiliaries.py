@@ -21,7 +21,7 @@ from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
-from divdec.evaluation.effects import CANDIDATES, measure_effects, without_names
+from divdec.evaluation.effects import measure_effects, without_names
 from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
@@ -388,7 +388,7 @@ def _check_bundle(
 ) -> dict[str, Any]:
     """Measure what a new bundle forgets and keeps, and write the best rule, or the given one, into it."""
     tokenizer = load_tokenizer(bundle)
-    candidates = CANDIDATES if settings.steering is None else (Steering.parse(settings.steering),)
+    candidates = None if settings.steering is None else (Steering.parse(settings.steering),)
     device: Any = PartialState().device
     try:
         model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
@@ -406,6 +406,8 @@ def _check_bundle(
             for n, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         report("  ".join(cells).rstrip())
+    noise = " / ".join(f"{value:.2f}" for value in measured.noise)
+    report(f"noise: |log q − log p| at the tokens of neutral text has median / 90 % / 99 % of {noise} nats")
     report(f"measured: {measured}")
     suppression = measure_suppression(model, tokenizer, sets, form=form)
     rewrite_steering(bundle, measured.best.steering, measured.verdict)
