@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from divdec.evaluation.effects import (
     EffectsReport,
     margin_above,
     measure_effects,
-    measure_noise,
+    noise_of,
     without_names,
 )
 from divdec.evaluation.samples import sample_records
@@ -91,9 +92,12 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
             divergence = q(ids).logits.log_softmax(-1) - p(ids).logits.log_softmax(-1)
         places = [place for place, label in enumerate(example.labels) if label >= 0 and place]
         expected += [abs(float(divergence[0, place - 1, example.labels[place]])) for place in places]
-    noise = measure_noise(q, p, examples)
+    noise = noise_of(score(q, examples), score(p, examples))
     assert noise == pytest.approx(torch.tensor(expected).quantile(torch.tensor([0.5, 0.9, 0.99])).tolist(), rel=1e-3)
     report = measure_effects(steered, tokenizer, q, sets)
+    mean = lambda scores: sum(x for one in scores for x in one.log_probabilities) / len(expected)
+    ratio = math.exp(mean(score(steered.target, examples)) - mean(score(q, examples)))
+    assert report.q_perplexity == pytest.approx(ratio, rel=1e-3)
     assert report.noise == pytest.approx(noise, rel=1e-3)
     margins = {row.steering.margin for row in report.settings if row.steering.rule == "linear"}
     assert margins == {None, margin_above(noise)}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import regex
 
-from divdec.data.formatting import Example, Format, encode_prompts, encode_set
+from divdec.data.formatting import Format, encode_prompts, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED, ask
@@ -23,7 +23,7 @@ from divdec.evaluation.generation import MAX_THOUGHT, continuations
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.recitation import count_recited, passages_of
-from divdec.evaluation.scoring import score, score_settings
+from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ class EffectsReport:
     """Share of the forget set's questions that q answers, or of its passages that q recites."""
     noise: tuple[float, ...] = ()
     """Quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of the neutral text, in nats."""
+    q_perplexity: float = 1.0
+    """Perplexity of neutral text under q, relative to the target's."""
 
     @property
     def faults(self) -> list[str]:
@@ -176,6 +178,7 @@ class EffectsReport:
             "settings": [one.to_dict() for one in self.settings],
             "best": str(self.best.steering),
             "guessed": self.guessed,
+            "q_perplexity": self.q_perplexity,
             "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
             "shown": self.target.shows_more_than(self.guessed),
             "faults": self.faults,
@@ -189,26 +192,24 @@ def margin_above(noise: Sequence[float]) -> float:
     return round(max(LEAST_MARGIN, NOISE_FACTOR * noise[-1]), 1)
 
 
-def measure_noise(
-    q: PreTrainedModel, p: PreTrainedModel, examples: Sequence[Example], batch_size: int = 32
-) -> tuple[float, ...]:
+def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tuple[float, ...]:
     """Compute the quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of neutral text, in nats.
 
     p and q should agree there. What remains is noise of their training, which steering adds to the target's logits.
+
+    Args:
+        q_scores: scores of the text under q, from `divdec.evaluation.scoring.score`.
+        p_scores: the same under p.
     """
-    of_q, of_p = (score(part, examples, batch_size=batch_size) for part in (q, p))
-    pairs = zip(of_q, of_p, strict=True)
-    noise = [
-        abs(a - b) for one, two in pairs for a, b in zip(one.log_probabilities, two.log_probabilities, strict=True)
-    ]
-    return tuple(np.quantile(noise, NOISE_LEVELS).tolist())
+    of_q, of_p = (np.array(_token_log_probabilities(scores)) for scores in (q_scores, p_scores))
+    return tuple(np.quantile(np.abs(of_q - of_p), NOISE_LEVELS).tolist())
 
 
 def candidates(noise: Sequence[float]) -> tuple[Steering, ...]:
     """Return the rules that `measure_effects` compares by default, with a margin above the noise.
 
     Args:
-        noise: the result of `measure_noise`.
+        noise: the result of `noise_of`.
     """
     margin = margin_above(noise)
     return (*map(Steering.parse, CANDIDATES), *(Steering(alpha=alpha, margin=margin) for alpha in ALPHAS))
@@ -248,17 +249,18 @@ def measure_effects(
     flat = [example for some in examples.values() for example in some[:MOST_RECORDS]]
     names = [name for name, some in examples.items() for _ in some[:MOST_RECORDS]]
     experts: Any = model.experts
-    noise = measure_noise(q, experts.forget, examples["neutral"][:MOST_RECORDS], batch_size)
+    neutral = examples["neutral"][:MOST_RECORDS]
+    of_q, of_p = (score(part, neutral, batch_size=batch_size) for part in (q, experts.forget))
+    noise = noise_of(of_q, of_p)
     settings = candidates(noise) if settings is None else settings
     title = "settings" if progress else None
     scored = score_settings(model, flat, [UNSTEERED, *settings], batch_size=batch_size, title=title)
     figures: list[dict[str, float]] = []
     for scores in scored:
         of_set = {name: [one for one, own in zip(scores, names, strict=True) if own == name] for name in sets}
-        tokens = [value for one in of_set["neutral"] for value in one.log_probabilities]
         figures.append(
             {name: statistics.fmean(one.probability for one in of_set[name]) for name in ("forget", "retain")}
-            | {"loss": -statistics.fmean(tokens)}
+            | {"loss": _loss(of_set["neutral"])}
         )
     unsteered = figures[0]
     rows = [
@@ -295,7 +297,17 @@ def measure_effects(
         ),
     )
     model.steering = best.steering
-    return EffectsReport(target, tuple(measured.values()), best, guessed, noise)
+    q_perplexity = math.exp(min(_loss(of_q) - unsteered["loss"], 700.0))
+    return EffectsReport(target, tuple(measured.values()), best, guessed, noise, q_perplexity)
+
+
+def _token_log_probabilities(scores: Sequence[ItemScore]) -> list[float]:
+    return [value for one in scores for value in one.log_probabilities]
+
+
+def _loss(scores: Sequence[ItemScore]) -> float:
+    """Mean negative log-probability of a token, in nats."""
+    return -statistics.fmean(_token_log_probabilities(scores))
 
 
 def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:
