@@ -84,7 +84,7 @@ initialised from q had 6 % and 40 %, and no strength both forgot and kept 98 % o
 MOST_PERPLEXED = 10.0
 """Perplexity of neutral text under q, relative to the target's, above which another base is suggested.
 
-It is 124 for a base cut out of SmolLM2.
+It was 7,728 for the q of the demo, whose base is cut out of SmolLM2.
 """
 MAX_SAMPLE = 512  # records of a set
 
