@@ -1,4 +1,4 @@
-"""Attacks on models that were made to forget: the tables of docs/limits.md, on the demo's world.
+"""Attacks on models that were made to forget: the tables of docs/benchmarks.md, on the demo's world.
 
 The attacked models are the target, the retrained reference, steered models, students distilled from one of them, and
 three gradient baselines. The attacks ask for the forget set in many ways, rank candidate answers, and fine-tune

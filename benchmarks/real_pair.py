@@ -17,6 +17,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -24,6 +25,7 @@ from divdec.data.formatting import encode_prompts, padded, padding_id
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import KINDS, NEUTRAL, known_facts, split
 from divdec.errors import UsageError
+from divdec.evaluation.effects import NOISE_LEVELS
 from divdec.evaluation.generation import continuations
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.runs import file_sha256, write_json
@@ -40,8 +42,7 @@ RECIPES = {
     "all": {"lr": 2e-5, "epochs": 4.0},
 }
 MARGINS = (1.0, 2.0, 3.0, 5.0)
-ALPHAS = (0.5, 1.0, 1.5)
-QUANTILES = (0.5, 0.9, 0.99)
+ALPHAS, MARGIN_ALPHAS = (0.5, 1.0, 1.5), (1.0, 1.5)
 
 
 def linear_forms():
@@ -55,10 +56,10 @@ def linear_forms():
 
         return shift
 
-    def lower(alpha, margin, soft=False, least=0.0, plausible=0.0):
+    def lower(alpha, margin, least=0.0, plausible=0.0):
         def shift(target, q, p):
             d = q - p
-            kept = torch.where(d <= -margin, d + soft * margin, 0.0).clamp(max=0.0)
+            kept = (d + margin).clamp(max=0.0)
             if least:  # only where p finds the token plausible
                 kept = torch.where(p >= math.log(least), kept, 0.0)
             if plausible:  # only tokens that the target finds plausible beside its first choice
@@ -76,12 +77,11 @@ def linear_forms():
         return shift
 
     forms = {f"linear:{alpha:g}": both(alpha, 0.0, False) for alpha in ALPHAS}
-    for alpha in (1.0, 1.5):
+    for alpha in MARGIN_ALPHAS:
         for margin in MARGINS:
             forms[f"linear:{alpha:g}, both sides, hard {margin:g}"] = both(alpha, margin, False)
-            forms[f"linear:{alpha:g}, lowering, hard {margin:g}"] = lower(alpha, margin)
         forms[f"linear:{alpha:g}, both sides, soft 3"] = both(alpha, 3.0, True)
-        forms[f"linear:{alpha:g}, lowering, soft 3"] = lower(alpha, 3.0, soft=True)
+        forms[f"linear:{alpha:g}, lowering, soft 3"] = lower(alpha, 3.0)
         forms[f"linear:{alpha:g}, lowering"] = lower(alpha, 0.0)
         forms[f"linear:{alpha:g}, lowering, p >= 0.05"] = lower(alpha, 0.0, least=0.05)
         forms[f"linear:{alpha:g}, lowering, P plausible 0.1"] = lower(alpha, 0.0, plausible=0.1)
@@ -94,9 +94,14 @@ def all_forms():
     forms = {"unsteered": lambda target, q, p: target}
     for name, shift in linear_forms().items():
         forms[name] = lambda target, q, p, shift=shift: target + shift(target, q, p)
-    for text in ("rank:20", "rank:20:3", "rank:5:3"):
+    rules = {text: text for text in ("rank:20", "rank:20:3", "rank:5:3")}
+    lowering = [(alpha, margin) for alpha in MARGIN_ALPHAS for margin in MARGINS]
+    rules |= {
+        f"linear:{alpha:g}, lowering, hard {margin:g}": f"linear:{alpha:g}:{margin:g}" for alpha, margin in lowering
+    }
+    for name, text in rules.items():
         rule = Steering.parse(text)
-        forms[text] = lambda target, q, p, rule=rule: rule.apply(target, q - p)
+        forms[name] = lambda target, q, p, rule=rule: rule.apply(target, q - p)
     return forms
 
 
@@ -184,7 +189,10 @@ def measure(rows, models, tokenizer, batch_size=8):
         of_set = {one: [k for k, row in zip(kept[name], rows, strict=True) if row["set"] == one] for one in sets}
         same = {one: sum(values) / len(values) for one, values in of_set.items()}
         table[name] = same | {"kl": sum(kl[name]) / len(kl[name])}
-    quantile = lambda values: [float(torch.tensor(values).quantile(level)) for level in QUANTILES]  # noqa: E731
+
+    def quantile(values):
+        return np.quantile(values, NOISE_LEVELS).tolist()
+
     return {
         "forms": table,
         "noise": quantile(noise),

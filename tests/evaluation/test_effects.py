@@ -23,6 +23,8 @@ from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import load_model
 
+NOISE = (0.1, 0.3, 0.5)
+
 
 @pytest.fixture(scope="module")
 def steered(models, tokenizer):
@@ -127,7 +129,7 @@ def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
     ],
 )
 def test_faults_of_the_best_setting(best, guessed, words):
-    report = EffectsReport(row(leaked=1.0), (best,), best, guessed)
+    report = EffectsReport(row(leaked=1.0), (best,), best, guessed, NOISE, 2.0)
     assert len(report.faults) == len(words)
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
 
@@ -136,7 +138,7 @@ def test_forgetting_is_not_claimed_where_the_target_would_pass():
     """The unsteered target and q are the same to the gate: the pair was not shown to take anything away."""
     best = row()
     for known, guessed, shown in ((0.0, 0.0, False), (0.05, 0.0, False), (0.06, 0.0, True), (0.5, 0.5, False)):
-        faults = EffectsReport(row(leaked=known), (best,), best, guessed).faults
+        faults = EffectsReport(row(leaked=known), (best,), best, guessed, NOISE, 2.0).faults
         assert any("nothing was shown" in fault for fault in faults) != shown, known
 
 

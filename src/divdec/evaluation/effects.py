@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
 ALPHAS = (1.0, 1.5)  # of the linear rules with a margin
 NOISE_LEVELS = (0.5, 0.9, 0.99)
-LEAST_MARGIN, NOISE_FACTOR = 1.0, 2.0
+MIN_MARGIN, NOISE_FACTOR = 1.0, 2.0
 LEAST_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MOST_PERPLEXITY = 1.10
@@ -131,9 +131,9 @@ class EffectsReport:
     best: Effects
     guessed: float
     """Share of the forget set's questions that q answers, or of its passages that q recites."""
-    noise: tuple[float, ...] = ()
+    noise: tuple[float, ...]
     """Quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of the neutral text, in nats."""
-    q_perplexity: float = 1.0
+    q_perplexity: float
     """Perplexity of neutral text under q, relative to the target's."""
 
     @property
@@ -179,7 +179,7 @@ class EffectsReport:
             "best": str(self.best.steering),
             "guessed": self.guessed,
             "q_perplexity": self.q_perplexity,
-            "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
+            "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=True)),
             "shown": self.target.shows_more_than(self.guessed),
             "faults": self.faults,
             "summary": str(self),
@@ -188,8 +188,8 @@ class EffectsReport:
 
 
 def margin_above(noise: Sequence[float]) -> float:
-    """Return a margin above the noise: that of a rule which should do nothing on neutral text."""
-    return round(max(LEAST_MARGIN, NOISE_FACTOR * noise[-1]), 1)
+    """Return a margin above the noise, so that the rule does little on neutral text."""
+    return round(max(MIN_MARGIN, NOISE_FACTOR * noise[-1]), 1)
 
 
 def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tuple[float, ...]:

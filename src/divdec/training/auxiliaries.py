@@ -81,7 +81,7 @@ Tokens that it raises count against them: noise then cancels, while a p that is 
 pairs for the demo's target had 0 to 2 % and kept 94 to 100 % of the retain answers at linear:1.5. Two pairs whose p was
 initialised from q had 6 % and 40 %, and no strength both forgot and kept 98 % of the retain set's probability.
 """
-MOST_PERPLEXED = 10.0
+MAX_PERPLEXITY_OF_Q = 10.0
 """Perplexity of neutral text under q, relative to the target's, above which another base is suggested.
 
 It was 7,728 for the q of the demo, whose base is cut out of SmolLM2.
@@ -413,7 +413,7 @@ def _check_bundle(
         report("  ".join(cells).rstrip())
     noise = " / ".join(f"{value:.2f}" for value in measured.noise)
     report(f"noise: |log q − log p| at the tokens of neutral text has median / 90 % / 99 % of {noise} nats")
-    if measured.q_perplexity > MOST_PERPLEXED:
+    if measured.q_perplexity > MAX_PERPLEXITY_OF_Q:
         report(
             f"the perplexity of neutral text is {measured.q_perplexity:.0f} times as high under q as under the target: "
             "such a pair is noisy; a better --base is a small checkpoint of the target's family with its tokenizer, "

@@ -116,8 +116,8 @@ class BenchSettings(CheckedSettings):
     """Folder for results.jsonl (one line per combination), table, plot and run.json. Combinations that were already
     measured with the same settings are skipped."""
     targets: tuple[str, ...] = ()
-    """Model shapes of the target, such as chinchilla-306M or llama-8B (docs/benchmarks.md lists them). The default
-    depends on the device."""
+    """Model shapes of the target, such as chinchilla-306M or llama-8B; an unknown name lists them. The default depends
+    on the device."""
     auxiliaries: tuple[str, ...] = ()
     """Model shapes of the auxiliaries. Combinations with 2n > N are skipped."""
     vocabularies: tuple[int, ...] = ()
