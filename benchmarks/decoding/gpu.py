@@ -1,20 +1,24 @@
-"""Everything that is measured on a GPU, in one command: equality, decoding, passes, serving.
+"""What does steering cost on a GPU, and are the answers those of a CPU? Equality, decoding, passes and serving.
 
-    make gpu                                     # needs CUDA, no network; five pieces of at most ten minutes
-    python benchmarks/gpu.py --output runs/gpu [--only decoding-8b serving]
-    python benchmarks/gpu.py --output runs/gpu-toy --shape tiny --device cpu     # tries the pieces, measures nothing
+    make gpu                                        # needs CUDA, no network; five pieces of at most ten minutes
+    python -m benchmarks.decoding.gpu --output runs/gpu [--only decoding-8b serving]
+    python -m benchmarks.decoding.gpu --output runs/gpu-toy --shape tiny --device cpu --dtype float32   # a try
+    python -m benchmarks.decoding.gpu --piece decoding --shape 70b --batch 1 8       # one piece, in this process
 
-Each piece is a process with a limit of ten minutes. OUTPUT/results.json holds the figures of all pieces, results.md the
-tables, PIECE.log what a piece printed. A piece that has figures is not run again, so that the same command continues a
-run that was stopped.
+OUTPUT/results.json holds the figures of all pieces, results.md the tables, PIECE.log what a piece printed. A piece that
+has figures is not run again, so that the same command continues a run that was stopped. The exit code is 1 if a piece
+failed. All models have random weights, created on the device: the figures are times, not texts.
 
 - equality: `tests/gpu`: answers and scores are those of the CPU, overlap on CUDA streams changes nothing, a broken
-  auxiliary raises;
-- decoding-8b, decoding-70b: steering, overlap and speculation at set acceptance rates, relative to the target alone;
-- passes: eager and compiled passes of P, q and p, and the rule;
-- serving: `divdec serve` under 1, 8 and 32 clients, beside the target's own `generate`.
-
-All models have random weights: the figures are times, not texts. The exit code is 1 if a piece failed.
+  auxiliary raises.
+- decoding-8b, decoding-70b: steering, overlap and speculation with the shapes of Llama 3.1 and two Llama 3.2 1B; the
+  70B target has as many of its layers as fit into the memory. Random models do not agree, so acceptance is SIMULATED:
+  each draft is accepted with the probability --acceptance. The time is real: drafts, passes, verification and cropping
+  of caches. All rows of a batch end together when they have --new-tokens on average. Methods take turns, ratios are
+  computed within a round, and the first round is not counted.
+- passes: one step's passes of P, q and p with a cache of fixed size, eager and compiled with CUDA graphs, and the rule.
+  divdec decodes eagerly: the ratios (P + q + p + rule) / P tell what compiling would gain.
+- serving: `benchmarks.serving.load`, 1, 8 and 32 clients, beside the target's own `generate`.
 """
 
 import argparse
@@ -22,25 +26,280 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from unittest import mock
 
 import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteria, StoppingCriteriaList
 
-from decoding_gpu import SHAPES, machine, steered_model
-from divdec.data.records import write_records
-from divdec.data.world import build_world
-from divdec.demo import run as demo
-from divdec.demo.models import train_tokenizer
+from benchmarks.decoding.steering import PLAIN, TARGET, per_token, random_bundle, ratio, sizes
+from divdec.decoding import speculative
 from divdec.errors import UsageError
-from divdec.model.bundle import write_bundle
+from divdec.model.modeling import DivergenceForCausalLM
 from divdec.research.charts import markdown_table
 from divdec.runs import output_folder, read_json, write_json, write_text
+from divdec.sampling import Verdict, verify_greedy
 
-HERE = Path(__file__).parent
+END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
+OVERLAP = "steered, overlap"
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+         "vocab_size", "tie_word_embeddings")  # fmt: skip
+LLAMA_1B = dict(zip(SHAPE, (2048, 16, 32, 8, 8192, 128256, True)))
+SHAPES = {
+    "8b": {"target": dict(zip(SHAPE, (4096, 32, 32, 8, 14336, 128256, False))), "auxiliary": LLAMA_1B},
+    "70b": {"target": dict(zip(SHAPE, (8192, 80, 64, 8, 28672, 128256, False))), "auxiliary": LLAMA_1B},
+    "tiny": {"target": dict(zip(SHAPE, (128, 2, 4, 2, 256, 512, False))),
+             "auxiliary": dict(zip(SHAPE, (64, 1, 4, 2, 128, 512, True)))},
+}  # fmt: skip
+LENGTHS = {"8b": (128, 3), "70b": (64, 3), "tiny": (8, 1)}  # default new tokens and rounds
+ROOM = 0.85  # share of the free memory for weights; the rest is for keys, values and activations
+
+
+def random_model(shape, device, dtype):
+    """A Llama with random weights, created on the device."""
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = LlamaConfig(**shape, **ends, max_position_embeddings=8192, rope_theta=500_000.0)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def steered_model(shape, device, dtype):
+    torch.manual_seed(0)
+    shapes = SHAPES[shape]
+    if device.type == "cuda":
+        shapes = shapes | {"target": fitted(shapes, device, dtype)}
+    models = [random_model(shapes[part], device, dtype) for part in ("target", "auxiliary", "auxiliary")]
+    return DivergenceForCausalLM.from_parts(*models, steering="linear:1")
+
+
+def fitted(shapes, device, dtype):
+    """The target's shape with as many layers as fit into the device's free memory beside both auxiliaries."""
+    free, _ = torch.cuda.mem_get_info(device)
+    whole = shapes["target"]["num_hidden_layers"]
+    for layers in range(whole, 0, -1):
+        target = shapes["target"] | {"num_hidden_layers": layers}
+        weights = sum(map(weights_of, (target, shapes["auxiliary"], shapes["auxiliary"])))
+        if weights * dtype.itemsize <= ROOM * free:
+            return target
+    print(f"gpu: {free / 2**30:.0f} GiB of free memory hold not even one layer of this target", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def weights_of(shape):
+    """Number of a Llama's weights, without normalisation."""
+    width = shape["hidden_size"]
+    narrow = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    layer = 2 * width * (width + narrow) + 3 * width * shape["intermediate_size"]
+    tables = 1 if shape["tie_word_embeddings"] else 2
+    return shape["num_hidden_layers"] * layer + tables * width * shape["vocab_size"]
+
+
+class Simulated:
+    """`verify_greedy` with simulated acceptance: each draft is accepted with a given probability."""
+
+    def __init__(self, acceptance, device):
+        self.acceptance, self.device = acceptance, device
+        self.begin(0, 0)
+
+    def begin(self, rows, seed):
+        """Before an answer, whose first token in each row comes from the prompt."""
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.tokens, self.judged = rows, 0
+
+    def __call__(self, scores, drafts):
+        tokens = verify_greedy(scores, drafts).tokens  # its time belongs to a pass
+        drawn = torch.rand(drafts.shape, generator=self.generator, device=self.device)
+        accepted = drawn < self.acceptance
+        kept = accepted[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1
+        self.tokens += int(kept.sum())  # waits for the device, as the decoder does right after
+        self.judged += len(drafts)
+        return Verdict(torch.where(accepted, drafts, tokens), accepted, kept)
+
+
+class Enough(StoppingCriteria):
+    """Ends all rows when they have N tokens on average."""
+
+    eos_token_id = None  # tokens after the end count as padding, so that no row continues because another is longer
+
+    def __init__(self, prompt, new_tokens, simulated=None):
+        self.prompt, self.new_tokens, self.simulated = prompt, new_tokens, simulated
+
+    def __call__(self, input_ids, scores, **kwargs):
+        rows, length = input_ids.shape
+        made = length - self.prompt if self.simulated is None else self.simulated.tokens / rows
+        return torch.full((rows,), made >= self.new_tokens, device=input_ids.device)
+
+
+def answer(model, ids, new_tokens, simulated=None, gamma=None, seed=0):
+    """Generate once; returns the seconds, and the tokens of all rows."""
+    options = {} if simulated is None else {"speculative": gamma}
+    if simulated is not None:
+        simulated.begin(len(ids), seed)
+    enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
+    wait(ids.device)
+    started = time.perf_counter()
+    with mock.patch.object(speculative, "verify_greedy", simulated or verify_greedy):
+        # Room for rows that are ahead of the others: no block is cut short by the end of the room.
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2 * new_tokens + 16,
+            stopping_criteria=enough, **options,
+        )  # fmt: skip
+    wait(ids.device)
+    seconds = time.perf_counter() - started
+    return seconds, simulated.tokens if simulated is not None else new_tokens * len(ids)
+
+
+def wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def compared(model, batch, given):
+    """Rows by method at one batch size, with the ratio of time per token to the target's."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
+    ids = ids.to(model.target.device)
+    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), OVERLAP: (model, None, None)}
+    for gamma in given.gammas:
+        for share in given.acceptance:
+            ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
+    rounds, judged = {name: [] for name in ways}, {name: [] for name in ways}
+    for number in range(-1, given.rounds):  # the first is not counted
+        order = list(ways)
+        start = number % len(order)
+        for name in order[start:] + order[:start]:
+            one, gamma, simulated = ways[name]
+            model.overlap = name == OVERLAP
+            found = answer(one, ids, given.new_tokens, simulated, gamma, seed=number + 1)
+            if number >= 0:
+                rounds[name].append(found)
+                judged[name].append(simulated.judged if simulated is not None else 0)
+    rows = {}
+    for name, (_, gamma, simulated) in ways.items():
+        over = ratio(rounds[name], rounds[TARGET])
+        rows[name] = per_token(rounds[name]) | {"over_target": over}
+        if simulated is not None:
+            made = sum(tokens - batch for _, tokens in rounds[name]) / sum(judged[name])
+            expected = sum(simulated.acceptance**place for place in range(gamma + 1))
+            rows[name] |= {"gamma": gamma, "acceptance": simulated.acceptance, "tokens_per_pass": made,
+                           "expected": expected}  # fmt: skip
+    return rows
+
+
+def machine(device):
+    """Versions and device of the machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "transformers": transformers.__version__}  # fmt: skip
+
+
+def decoding(given):
+    """Piece: target, steering, overlap and speculation."""
+    new_tokens, rounds = LENGTHS[given.shape]
+    given.new_tokens, given.rounds = given.new_tokens or new_tokens, given.rounds or rounds
+    device = torch.device(given.device)
+    model = steered_model(given.shape, device, getattr(torch, given.dtype))
+    size = sizes(model.target, model.experts.retain)
+    layers, whole = model.target.config.num_hidden_layers, SHAPES[given.shape]["target"]["num_hidden_layers"]
+    print(f"target {size['N']:,} parameters ({layers} of {whole} layers), auxiliaries {size['n']:,} each; "
+          f"{given.dtype}; prompts of {given.prompt_tokens} tokens, {given.new_tokens} new ones a row; {given.rounds} rounds; "
+          "acceptance is simulated (only time is measured)")  # fmt: skip
+    measured = []
+    for batch in given.batch:
+        rows = compared(model, batch, given)
+        measured.append({"batch": batch, "rows": rows})
+        print(f"\nbatch {batch}: tokens/s, ms a token, time / target, tokens a target pass (expected)")
+        for name, row in rows.items():
+            passes = f" {row['tokens_per_pass']:.2f} ({row['expected']:.2f})" if "tokens_per_pass" in row else ""
+            print(
+                f"{name:<22} {row['tokens_per_s']:>9.1f} {row['ms_per_token']:>9.3f} {row['over_target']:>7.3f}{passes}"
+            )
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"machine": machine(device), "shape": given.shape, "dtype": given.dtype, "acceptance": "simulated",
+            "prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.rounds, "sizes": size,
+            "layers": layers, "peak_bytes": peak, "measured": measured}  # fmt: skip
+
+
+REPEATS, WARM_UP = {"cuda": 50, "cpu": 3}, 3
+
+
+def step_of(model, batch, context, compiled, repeats):
+    """A function that computes the logits of the next token in each row; it may be called a limited number of times."""
+    device = model.device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(END_OF_PROMPT, model.config.vocab_size, (batch, context + 1), generator=generator).to(device)
+    cache = StaticCache(config=model.config, max_cache_len=context + WARM_UP + repeats + 1)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    forward = model.forward
+    if compiled:
+        options = {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "aot_eager"}
+        forward = torch.compile(forward, fullgraph=True, **options)
+    last, position = ids[:, -1:].contiguous(), torch.full((batch, 1), context, device=device)
+
+    @torch.no_grad()
+    def step():
+        logits = forward(last, position_ids=position, past_key_values=cache, use_cache=True).logits[:, -1].clone()
+        position.add_(1)
+        return logits
+
+    return step
+
+
+def milliseconds(function, device, repeats):
+    """Median time of a call; the first calls, which compile and record graphs, are not counted."""
+    times = []
+    for number in range(-WARM_UP, repeats):
+        wait(device)
+        started = time.perf_counter()
+        function()
+        wait(device)
+        if number >= 0:
+            times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def parts_of_step(model, batch, context, repeats):
+    """Times of all parts at one batch size."""
+    parts = {"P": model.target, "q": model.experts.retain, "p": model.experts.forget}
+    device, row, logits = model.target.device, {"batch": batch}, {}
+    for kind in ("eager", "compiled"):
+        for name, part in parts.items():
+            step = step_of(part, batch, context, kind == "compiled", repeats)
+            row[f"{name}_{kind}_ms"] = milliseconds(step, device, repeats)
+            logits[name, kind] = step().float()
+    row["difference"] = max(float((logits[name, "eager"] - logits[name, "compiled"]).abs().max()) for name in parts)
+    target, retain, forget = (logits[name, "eager"] for name in parts)
+    row["rule_ms"] = milliseconds(
+        lambda: model.steering.apply(target, retain.log_softmax(-1) - forget.log_softmax(-1)), device, repeats
+    )
+    for kind in ("eager", "compiled"):
+        together = sum(row[f"{name}_{kind}_ms"] for name in parts) + row["rule_ms"]
+        row[f"{kind}_over_target"] = together / row[f"P_{kind}_ms"]
+    return row
+
+
+def passes(given):
+    """Piece: the parts of one step."""
+    model = steered_model(given.shape, torch.device(given.device), getattr(torch, given.dtype))
+    rows = []
+    for batch in given.batch:
+        rows.append(parts_of_step(model, batch, given.context, REPEATS[torch.device(given.device).type]))
+        print(", ".join(f"{name} {value:.3f}" for name, value in rows[-1].items()))
+    return {"machine": machine(torch.device(given.device)), "shape": given.shape, "dtype": given.dtype,
+            "context": given.context, "bound": sizes(model.target, model.experts.retain)["bound"],
+            "rows": rows}  # fmt: skip
+
+
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT, STOP = 600, 90  # seconds of a piece, and until it has ended its servers
 TOKENIZER = 512  # tokens; the models have more, as many models do
 PIECES = ("equality", "decoding-8b", "decoding-70b", "passes", "serving")
@@ -48,48 +307,33 @@ PIECES = ("equality", "decoding-8b", "decoding-70b", "passes", "serving")
 
 def command(piece, given):
     """The command line of a piece, which prints its figures as one JSON object at the end."""
-    toy = given.shape == "tiny"
-    shared = ["--device", given.device, "--dtype", given.dtype, "--json"]
+    shared = ["--device", given.device, "--dtype", given.dtype]
     if piece == "equality":
         return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu",
                 f"--junitxml={given.output.resolve() / 'equality.xml'}"]  # fmt: skip
-    if piece.startswith("decoding"):
-        shape = given.shape or piece.removeprefix("decoding-")
-        return script("decoding_gpu.py", "--shape", shape, "--gammas", "4", *shared)
-    if piece == "passes":
-        return script("passes_gpu.py", "--shape", given.shape or "8b", *shared)
-    size = ["--clients", "1", "2", "--requests", "2", "--tokens", "8", "--rounds", "1"] if toy else ["--tokens", "32"]
-    bundle = random_bundle(given.output / "serving", given.shape or "8b", given)
-    return script("serving.py", "--bundle", str(bundle), *size, *shared)
+    if piece != "serving":
+        name, _, shape = piece.partition("-")
+        gammas = ["--gammas", "4"] if name == "decoding" else []
+        return module("decoding.gpu", "--piece", name, "--shape", given.shape or shape or "8b", *gammas, *shared)
+    toy = ["--clients", "1", "2", "--requests", "2", "--tokens", "8", "--rounds", "1"]
+    size = toy if given.shape == "tiny" else ["--tokens", "32"]
+    bundle = write_models(given.output / "serving", given.shape or "8b", given)
+    return module("serving.load", "--bundle", str(bundle), *size, *shared, "--json")
 
 
-def script(name, *options):
-    return [sys.executable, str(HERE / name), *options]
+def module(name, *options):
+    return [sys.executable, "-m", f"benchmarks.{name}", *options]
 
 
-def random_bundle(folder, shape, given):
-    """Write a bundle of random models, and the questions that serving.py asks."""
+def write_models(folder, shape, given):
+    """Write a bundle of random models, with the questions that the clients ask."""
     if not folder.exists():
-        world = build_world(demo.WORLD)
-        sets = {item.name: item.records for item in demo.question_sets(world)}
-        texts = [text for records in sets.values() for one in records for text in (one.messages[0].content, one.answer)]
-        tokenizer = train_tokenizer(texts, TOKENIZER)
-        model = steered_model(shape, torch.device(given.device), getattr(torch, given.dtype), 1.0)
-        parts = {"target": model.target, "retain": model.experts.retain, "forget": model.experts.forget}
+        model = steered_model(shape, torch.device(given.device), getattr(torch, given.dtype))
         with output_folder(folder) as temporary:
-            for name, part in parts.items():
-                part.save_pretrained(temporary / name)
-                tokenizer.save_pretrained(temporary / name)
-            for name in ("forget", "retain"):
-                write_records(temporary / f"{name}.jsonl", sets[name])
-        del model, parts, part  # the pieces need the device's memory
+            random_bundle(temporary, lambda _: (model.target, model.experts.retain, model.experts.forget), TOKENIZER)
+        del model  # the pieces need the device's memory
         if given.device == "cuda":
             torch.cuda.empty_cache()
-    if not (folder / "bundle").exists():
-        places = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
-        write_bundle(
-            folder / "bundle", **{part: str(folder / name) for part, name in places.items()}, steering="linear:1"
-        )
     return folder / "bundle"
 
 
@@ -104,7 +348,7 @@ def run_piece(piece, given):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "DIVDEC_TEST_DEVICE": given.device}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            arguments, cwd=HERE.parent, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+            arguments, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -201,15 +445,35 @@ SECTIONS = {"equality": equality_table, "decoding-8b": decoding_table, "decoding
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--only", nargs="+", choices=PIECES, default=PIECES, metavar="PIECE", help=", ".join(PIECES))
     parser.add_argument("--shape", choices=SHAPES, help="one shape for all pieces instead of those that they name")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    piece = parser.add_argument_group("one piece")
+    piece.add_argument("--piece", choices=("decoding", "passes"), help="run it here, and print its figures as JSON")
+    piece.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    piece.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 6])
+    piece.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.9], metavar="SHARE",
+                       help="probability with which a draft is kept, given that those before it were")  # fmt: skip
+    piece.add_argument("--prompt-tokens", type=int, default=64)
+    piece.add_argument("--new-tokens", type=int, help="by default 128; 64 of --shape 70b, 8 of tiny")
+    piece.add_argument("--rounds", type=int, help="by default 3; 1 of --shape tiny")
+    piece.add_argument("--context", type=int, default=256, help="tokens before the measured one, in passes")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
         print("gpu: no CUDA here; accepted: --device cpu --shape tiny, which tries the pieces", file=sys.stderr)
         return 2
+    if given.piece is None:
+        return run_all(given)
+    transformers.utils.logging.set_verbosity_error()
+    given.shape = given.shape or "8b"
+    print(json.dumps({"decoding": decoding, "passes": passes}[given.piece](given)))
+    return 0
+
+
+def run_all(given):
+    """Run the pieces that have no figures, and write and print the tables; return the exit code."""
     settings = {name: getattr(given, name) for name in ("shape", "device", "dtype")}
     file = given.output / "results.json"
     if file.exists() and (begun := read_json(file)["settings"]) != settings:
