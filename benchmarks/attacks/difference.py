@@ -1,4 +1,4 @@
-"""What a client learns by comparing a steered model with the model it was before, from what an API returns.
+"""What does a client learn by comparing a steered model with the model it was before?
 
 A client knows the public model that was steered, or has asked the same server before a takedown. It asks both models
 about many things, of which some were forgotten, compares the replies, and guesses what was forgotten. The questions are
@@ -6,8 +6,9 @@ those of `make demo`: the forget set, the retain set, other capitals, and neutra
 `divdec serve`'s engine on real sockets. With --before and --after running servers are asked instead, such as vLLM's.
 
     make demo
-    python benchmarks/difference_attack.py demo [--student STUDENT] --output runs/difference
-    python benchmarks/difference_attack.py demo --before URL --after URL --name vLLM --output runs/difference
+    python -m benchmarks.attacks.difference demo [--student STUDENT] --output runs/difference
+    python -m benchmarks.attacks.difference demo --before URL --after URL --name vLLM --output runs/difference
+    python -m benchmarks.attacks.difference demo --suppressed --rules rank:50:3 linear:1
 
 Columns: what the API returns (`--logprobs`). Rows: the rule. Each cell has three figures. The first is the area under
 the ROC curve of "this question is about forgotten text" over all questions (0.5 is chance). The second is the share of
@@ -21,6 +22,9 @@ their tokens.
 - 0: greedy replies as text. `sampled`: eight sampled replies as text.
 
 The attack reads log-probabilities by `echo`; where a server refuses it, only the last two columns are measured (–).
+
+With --suppressed another table: how much probability steering takes from replies of up to 32 tokens to each set, how
+many replies `serve --on-suppressed` marks at its default threshold, and the threshold that divdec chooses for them.
 """
 
 from __future__ import annotations
@@ -33,17 +37,20 @@ import functools
 import itertools
 import math
 import re
+import statistics
 import threading
 from pathlib import Path
 
 import httpx
 from sklearn.metrics import roc_auc_score
 
-from divdec.data.formatting import encode_prompt
+from divdec.cli.serving import ServeSettings
+from divdec.data.formatting import encode_prompt, encode_prompts
 from divdec.data.records import Message, Record, read_records, texts_of
 from divdec.demo.facts import NEUTRAL
 from divdec.errors import UsageError
 from divdec.evaluation.phrases import key_phrase, words
+from divdec.evaluation.suppression import SuppressionThreshold, shares_of_replies
 from divdec.experts.combined import NoExperts
 from divdec.experts.neural import logit_width
 from divdec.experts.ngram import NgramPair
@@ -58,6 +65,24 @@ from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
 from divdec.takedowns.correction import with_registry
 from divdec.takedowns.registry import Registry
+
+
+def suppression(demo, rule=None):
+    """Table of the probability that a rule takes from replies, and the threshold of --on-suppressed that follows."""
+    bundle = Bundle.open(demo / "bundle")
+    model = DivergenceForCausalLM.from_pretrained(bundle.folder, steering=rule, dtype=dtype_for_passes())
+    tokenizer = load_tokenizer(bundle.paths["target"])
+    sets = {name: one_for_each_fact(demo, name) for name in SETS}
+    sets["neutral"] = [Record("", messages=(Message("user", prompt),)) for prompt in NEUTRAL]
+    default = ServeSettings().suppressed_share
+    shares, rows = {}, []
+    for name, records in sets.items():
+        own = shares[name] = shares_of_replies(model, tokenizer, encode_prompts(records, tokenizer))
+        cells = len(own), f"{statistics.median(own):.2f}", f"{min(own):.2f}–{max(own):.2f}"
+        rows.append([name, *map(str, cells), str(sum(share >= default for share in own))])
+    text = markdown_table([str(model.steering), "number", "median", "range", f"at least {default:g}"], rows)
+    return f"{text}\n{SuppressionThreshold.between(shares)}\n"
+
 
 RULES = ("rank:20:3", "rank:50:3", "rank:20", "linear:0.5", "linear:1")
 LENGTH, SAMPLES, MOST = 24, 8, 20  # tokens of a reply, sampled replies, log-probabilities of a request
@@ -96,14 +121,18 @@ def main():
     parser.add_argument("--before", help="URL of a running server of the target: attack two servers")
     parser.add_argument("--after", help="URL of a running server of the steered model")
     parser.add_argument("--name", help="row of the table for --before and --after")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--suppressed", action="store_true", help="how much probability the rules take from replies")
+    parser.add_argument("--output", type=Path, default=Path("runs/difference"))
     options = parser.parse_args()
     if len({options.before is None, options.after is None, options.name is None}) > 1:
         parser.error("--before, --after and --name go together")
     try:
-        run(options)
+        if options.suppressed:
+            print("\n".join(suppression(options.demo, rule) for rule in options.rules))
+        else:
+            run(options)
     except (UsageError, httpx.HTTPError) as error:
-        parser.exit(2, f"difference_attack: {error}\n")
+        parser.exit(2, f"difference: {error}\n")
 
 
 def run(options):

@@ -1,18 +1,21 @@
-"""Membership by shadow models: did a model read a fact of the forget set, judged by models that did and did not?
+"""Did a model read a fact of the forget set? Membership by shadow models, which did and did not.
 
     divdec compare --data demo --methods all --search-seeds 1 --output runs/compare-demo      # first: the models
-    python benchmarks/shadow_models.py --run runs/compare-demo --output runs/shadow-models
+    python -m benchmarks.attacks.shadow_models --run runs/compare-demo --output runs/shadow-models
+    python -m benchmarks.training.smollm2_tofu --data TOFU --output runs/forget01 --split forget01 --limit 30
+    python -m benchmarks.attacks.shadow_models --run runs/forget01 --output runs/shadows
 
-Each seed of the comparison gets --shadows models, trained as its target was, but each on a random half of the facts of
-forget and holdout set. A shadow model that was not trained on a fact shows how surprising the fact is to a model that
-never read it. The attack subtracts the mean loss of these models from the loss of the attacked one (the reference
-attack with several references; LiRA's offline variant with one variance for all, arXiv:2112.03570) and takes the facts
-with the lowest difference for members. The attacker thus knows the training data but for the forget set, which is more
-than an API shows.
+Each seed of the comparison gets --shadows models, trained as its target was, but each on a random half of the facts (of
+smollm2_tofu: questions) of forget and holdout set. A shadow model that was not trained on a fact shows how surprising
+the fact is to a model that never read it. The attack subtracts the mean loss of these models from the loss of the
+attacked one (the reference attack with several references; LiRA's offline variant with one variance for all,
+arXiv:2112.03570) and takes the facts with the lowest difference for members. The attacker thus knows the training data
+but for the forget set, which is more than an API shows.
 
-The table has, for each method's best setting in the comparison, the AUC of the loss alone, the AUC of the attack, and
-the share of the forget set that is found when at most 5 % of the holdout set is taken for members. Every seed counts
-equally. The retrained model's row shows what chance gives.
+Prints, for each method's best setting in the comparison, the AUC of the loss alone, the AUC of the attack, and the
+share of the forget set that is found when at most 5 % of the holdout set is taken for members. Every seed counts
+equally. The retrained model's row shows what chance gives. After a longer comparison the same command adds its rows,
+and trains no shadow model again.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import shutil
 import statistics
 from pathlib import Path
 
 import numpy as np
 
-from divdec.data.formatting import encode_records
-from divdec.data.records import Message, Record
+from benchmarks.training.smollm2_tofu import FORM, SIZES, best_trials, split_of, tune
+from divdec.data.formatting import encode_records, encode_set
+from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.data.world import build_world
 from divdec.demo import run as demo
 from divdec.demo.models import StageCache, encode_material
@@ -34,13 +39,65 @@ from divdec.errors import UsageError
 from divdec.evaluation.metrics import holdout_wins
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import load_tokenizer
+from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 from divdec.research.baselines.methods import REFERENCES, TITLES
 from divdec.research.charts import markdown_table
 from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.settings import CompareSettings, Trial, trials_of
 from divdec.runs import cache_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
+
+
+def run_pretrained(given):
+    """Train the shadow models that the output folder lacks, attack the run's best settings, and print the table."""
+    check_shadows(given.shadows)
+    split = split_of(given.run)
+    size = SIZES[split]
+    forget, retain, holdout = (
+        read_records(given.run / "tofu" / f"{name}.json") for name in (f"{split}_perturbed", size.retain, size.holdout)
+    )
+    asked = RecordSet("asked", "question/answer", (*forget, *holdout))
+    original = CheckpointReference.parse(given.target).resolve(Path(), weights=True)
+    given.output.mkdir(parents=True, exist_ok=True)
+    shadows, members = pretrained_shadow_losses(given.output, original, asked, retain, size.tuning, given.shadows)
+    rows = {
+        trial.method: {
+            "setting": trial.label,
+            "seeds": [attacked(losses(folder), shadows, members, len(forget.records))],
+        }
+        for trial, folder in best_trials(given.run, size).items()
+    }
+    shown = power(shadows, members)
+    write_json(given.output / "results.json", {"shadows": given.shadows, "power": shown, "methods": rows})
+    print(f"AUC of the attack on the shadow models themselves: {shown:.2f}")
+    print(table(rows))
+
+
+def pretrained_shadow_losses(output, original, asked, retain, tuning, count):
+    """Return losses of the asked questions under the shadow models, and which of them each was trained on.
+
+    Both have the shape (shadow models, questions). A model is deleted when its losses are written.
+    """
+    file = output / "losses.json"
+    kept = read_json(file) if file.exists() else []
+    examples = encode_set(asked, load_tokenizer(original), FORM)
+    chosen = halves(range(len(asked.records)), count, seed=0)
+    for number in range(len(kept), count):
+        half = [asked.records[index] for index in sorted(chosen[number])]
+        folder = tune(original, [RecordSet("half", "question/answer", tuple(half)), retain],
+                      output / f"shadow-{number}", tuning)  # fmt: skip
+        kept.append([item.loss for item in score(load_for_training(folder).eval(), examples)])
+        write_json(file, kept)
+        shutil.rmtree(folder)
+    members = [[index in half for index in range(len(asked.records))] for half in chosen]
+    return np.array(kept[:count]), np.array(members)
+
+
+def losses(folder):
+    """Losses of the questions of forget and holdout set, as the comparison measured them."""
+    results = read_results(folder)
+    return [value for name in SETS for value in results.scores(f"mia_loss.{name}", "score")]
+
 
 SETS = "forget", "holdout"
 FALSE_POSITIVES = 0.05
@@ -127,18 +184,21 @@ def power(shadows, members):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="output folder of divdec compare --data demo")
+    parser.add_argument(
+        "--run", type=Path, required=True, help="output folder of divdec compare --data demo, or of smollm2_tofu"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shadows", type=int, default=8, help="shadow models a seed; an even number from 4 on")
     parser.add_argument("--seeds", type=int, help="of the comparison's seeds the first; by default all")
+    parser.add_argument("--target", default="smollm2", help="the pretrained model of a run of smollm2_tofu")
     given = parser.parse_args()
     try:
-        run(given)
+        (run_pretrained if (given.run / "tofu").is_dir() else run_world)(given)
     except UsageError as error:
         parser.exit(2, f"shadow_models: {error}\n")
 
 
-def run(given):
+def run_world(given):
     """Train the shadow models that the cache lacks, attack the comparison's best settings, and print the table."""
     check_shadows(given.shadows)
     file = given.run / "run.json"

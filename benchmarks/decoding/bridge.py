@@ -1,6 +1,6 @@
 """A pair with another tokenizer: the vocabulary map, time per token, shares of mapped tokens, steps of the cache.
 
-    python benchmarks/bridge.py [--data DIR] [--json]
+    python -m benchmarks.decoding.bridge [--data DIR] [--json]
 
 DIR holds real text (.txt, .json, .jsonl: any strings in it); without it the demo world's corpus is used, from which
 smaller vocabularies come. The auxiliaries are random Llama-style models of 4 layers; times are of one process.

@@ -1,9 +1,12 @@
-"""Cost of steering through an API: requests and tokens per answer token, and the share of proved tokens.
+"""What does steering through an API cost? Requests and tokens per answer token, and the share of proved tokens.
 
-The demo's target answers behind the embedded server, unsteered; the same models steered in this process say what the
-answers must be. The demo's models are trained if they are not in the cache.
+The target of `make world` answers behind the embedded server, unsteered; the same models steered in this process say
+what the answers must be. The models are trained if they are not in the cache.
 
-    python benchmarks/remote.py [--prompts 20] [--seed 0]
+    python -m benchmarks.serving.remote [--prompts 20] [--seed 0]
+    python -m benchmarks.serving.remote --toy            # random models, and two of the cases
+
+Prints a line for each case: rule, temperature, whether log-probabilities are returned, tokens a request, and tries.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.decoding.steering import PARTS, paths_of, questions_beside, toy_bundle
 from divdec import DivergenceForCausalLM, write_bundle
-from divdec.data.formatting import encode_prompts
+from divdec.data.formatting import Format, encode_prompts
 from divdec.data.world import build_world
 from divdec.demo.models import train_all
 from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
@@ -56,24 +60,17 @@ HEAD = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--toy", action="store_true", help="random models and two cases: tries the script")
     given = parser.parse_args()
     logging.disable(logging.INFO)
-    world = build_world(dataclasses.replace(WORLD, seed=given.seed))
-    material = material_of(world)
-    trained = train_all(material, RECIPE, given.seed, cache_folder() / "demo" / "models", print)
-    records = [record for asked in question_sets(world)[:2] for record in asked.records[: given.prompts // 2]]
     with tempfile.TemporaryDirectory() as folder:
-        parts = {
-            "target": str(trained.target),
-            "retain_auxiliary": str(trained.retain_auxiliary),
-            "forget_auxiliary": str(trained.forget_auxiliary),
-        }
+        parts, records, form = toy_models(Path(folder)) if given.toy else world_models(given.seed, given.prompts // 2)
         bundle = write_bundle(Path(folder) / "steered", **parts, steering="linear:1.5")
         plain = write_bundle(Path(folder) / "plain", **parts, steering="linear:0")
-        prompts = encode_prompts(records, load_tokenizer(bundle), material.form)
+        prompts = encode_prompts(records, load_tokenizer(bundle), form)
         server = HttpServer(
             {"plain": Engine(DivergenceForCausalLM.from_pretrained(plain), load_tokenizer(plain), "plain")},
             bind("127.0.0.1", 0),
@@ -87,10 +84,26 @@ def main() -> None:
         local = DivergenceForCausalLM.from_pretrained(bundle)
         print(f"{len(prompts)} prompts, up to {TOKENS} tokens each, vocabulary {local.vocab_size}")
         print(HEAD)
-        for case in CASES:
+        for case in CASES[:2] if given.toy else CASES:
             print(measured(case, prompts, local, bundle, server.url), flush=True)
         server.stop()
         thread.join(60)
+
+
+def world_models(seed, count):
+    """Checkpoints of the fictitious world by part, questions, and their layout."""
+    world = build_world(dataclasses.replace(WORLD, seed=seed))
+    material = material_of(world)
+    trained = train_all(material, RECIPE, seed, cache_folder() / "demo" / "models", print)
+    records = [record for asked in question_sets(world)[:2] for record in asked.records[:count]]
+    return {part: str(getattr(trained, part)) for part in PARTS}, records, material.form
+
+
+def toy_models(folder):
+    """The same of random models."""
+    bundle = toy_bundle(folder / "toy")
+    records = [some[0] for some in questions_beside(bundle).values()]
+    return {part: str(path) for part, path in paths_of(bundle).items()}, records, Format()
 
 
 def measured(case, prompts, local, bundle, url) -> str:

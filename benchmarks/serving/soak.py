@@ -1,11 +1,12 @@
-"""The embedded server under load, for minutes: 64 clients of mixed behaviour, then SIGTERM and SIGKILL in the middle.
+"""Does the embedded server hold under load? 64 clients of mixed behaviour, then SIGTERM and SIGKILL in the middle.
 
 No answer may be lost, mixed up or other than the library's, errors must be those that docs/serving.md names, and the
 server's memory must stay flat. What clients do is in tests/soak.py, the faults are in tests/soak_faults.py.
 
-    python benchmarks/soak.py --seconds 600 [--json]
+    python -m benchmarks.serving.soak --toy             # half a minute, without faults
+    make soak                                           # --seconds 600
 
-If there are problems, the exit code is 1 and standard error lists them, one per line.
+Prints counts, latencies and memory, with --json as one object. If there are problems, the exit code is 1 and standard error lists them, one per line.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import httpx
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from soak import KINDS, Tally
 from soak_answers import check_sampled, references
@@ -153,9 +154,12 @@ def judge(report, tally, seconds):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long clients ask")
+    parser.add_argument("--toy", action="store_true", help="30 seconds without faults")
     parser.add_argument("--no-faults", action="store_true", help="leave out SIGTERM and SIGKILL")
     parser.add_argument("--json", action="store_true", help="print one JSON report")
     options = parser.parse_args()
+    if options.toy:
+        options.seconds, options.no_faults = 30.0, True
     with tempfile.TemporaryDirectory() as name:
         folder, tally = Path(name), Tally()
         bundle, texts = make_bundle(folder)

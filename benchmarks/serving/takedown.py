@@ -1,11 +1,18 @@
-"""Effect of takedown requests on a model that recites news articles: what it still recites, what else changes, speed.
+"""What do takedown requests and n-gram counts do and cost on news? What a model still recites, and times and sizes.
 
-SmolLM2, or another target, is tuned on the first 256 tokens of 40 articles (MUSE-News: `sust/forget_1`) until it
-continues them word for word. Ten of them are taken down, one request each, as `divdec takedown add` does it. Registries
-differ in the texts that they may keep: other news (`privleak/retain`), or these and the other thirty articles. Unseen
-news are `privleak/holdout`.
+    python -m benchmarks.serving.takedown --data MUSE_NEWS --output runs/takedown
+    python -m benchmarks.serving.takedown --data MUSE_NEWS --output runs/takedown --measure registry counts
+    python -m benchmarks.serving.takedown --toy --output runs/takedown-toy     # counts of the demo's world
 
-    python benchmarks/takedown.py --data MUSE_NEWS --output runs/takedown [--speed]
+- effect: SmolLM2, or another target, is tuned on the first 256 tokens of 40 articles (MUSE-News: `sust/forget_1`) until
+  it continues them word for word. Ten are taken down, one request each, as `divdec takedown add` does it. Registries
+  differ in the texts that they may keep: other news (`privleak/retain`), or these and the other thirty articles.
+  Unseen news are `privleak/holdout`. Prints recitation, perplexity, neutral answers and processor time.
+- registry: seconds to add and remove an article or 1 MB, to open the registry, and to look up a token, by requests.
+- counts: speed of counting, size on disk and cost per decoded token of n-gram experts, and the size of a dense scheme,
+  which keeps an array of the vocabulary's size for every context (computed).
+
+Results are kept in OUTPUT, and the same command continues.
 """
 
 from __future__ import annotations
@@ -13,21 +20,28 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import texts_of
+from divdec.data.world import WorldSettings, build_world
 from divdec.demo.facts import NEUTRAL, ask
+from divdec.demo.models import train_tokenizer
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.recitation import RUN, longest_run, measure, measured_text
 from divdec.evaluation.scoring import score
+from divdec.experts.ngram import NgramPair
+from divdec.experts.ngram_fit import fit
 from divdec.model.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, write_json
@@ -35,6 +49,122 @@ from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+
+LONG, CONTEXT, STEPS, ROUNDS = 400, 64, 40, 3  # tokens of a row, of its prompt, timed steps, rounds
+
+
+def texts_in(folder):
+    """The text of every row of every .jsonl file, by file; of MUSE-News that of its four sustainability sets."""
+    folder = folder / "sust" if (folder / "sust").is_dir() else folder
+    return [
+        [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
+
+
+def step_seconds(step, inputs):
+    """Median of the time of one step."""
+    times = []
+    for given in inputs:
+        started = time.perf_counter()
+        step(given)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def target_of(vocab_size, layers):
+    """A Llama-style model of about 100M parameters with random weights: its speed does not depend on them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+        num_key_value_heads=12, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def decoding(pair, rows, vocab_size, layers):
+    """Milliseconds per token for a batch: the experts alone; the target and the steered model, alternating."""
+    cache = pair.new_cache()
+    pair.divergence(rows[:, :CONTEXT], cache=cache, logits_to_keep=1)
+    steps = [rows[:, [place]] for place in range(CONTEXT, rows.shape[1])]
+    alone = step_seconds(lambda ids: pair.divergence(ids, cache=cache, logits_to_keep=1), steps)
+    target = target_of(vocab_size, layers)
+    steered = DivergenceForCausalLM.from_experts(target, pair, "linear:10")
+    found = {"target": [], "steered": []}
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            for name, model in (("target", target), ("steered", steered)):
+                past = model(rows[:, :CONTEXT], use_cache=True, logits_to_keep=1).past_key_values
+                found[name].append(
+                    step_seconds(lambda ids: model(ids, past_key_values=past, logits_to_keep=1), steps[:STEPS])  # noqa: B023
+                )
+    plain, with_experts = (statistics.median(found[name]) for name in ("target", "steered"))
+    return {
+        "experts_ms": 1e3 * alone, "target_ms": 1e3 * plain, "steered_ms": 1e3 * with_experts,
+        "experts_share_of_target": alone / plain, "steered_over_target": with_experts / plain,
+        "target_parameters": target.num_parameters(),
+    }  # fmt: skip
+
+
+def measure_counts(data, order, vocab_size, layers=10):
+    """Counting speed, size on disk and cost per decoded token of n-gram experts on real news."""
+    files = texts_in(data)
+    flat = [text for texts in files for text in texts]
+    tokenizer = train_tokenizer(flat, vocab_size).backend_tokenizer
+    by_file = [[np.array(found.ids) for found in tokenizer.encode_batch(texts)] for texts in files]
+    documents = [ids for part in by_file for ids in part]
+    tokens = sum(map(len, documents))
+    results = {"texts": len(flat), "bytes_of_text": sum(len(text.encode()) for text in flat), "tokens": tokens,
+               "vocab_size": vocab_size, "order": order}  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        place = Path(place)
+        seconds = []
+        for number in range(ROUNDS):
+            (folder := place / str(number)).mkdir()
+            started = time.perf_counter()
+            counts = fit(documents, vocab_size, folder, order=order)
+            seconds.append(time.perf_counter() - started)
+        size = sum(path.stat().st_size for path in folder.glob("*.npy"))
+        contexts_in_all = 1 + sum(int((np.diff(rows) > 0).sum()) for rows in counts.rows)
+        results |= {
+            "fit_s": statistics.median(seconds), "fit_tokens_per_s": tokens / statistics.median(seconds),
+            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "distinct_ngrams": counts.distinct, "bytes": size, "bytes_per_ngram": size / counts.distinct,
+            "contexts": contexts_in_all, "dense_bytes_computed": contexts_in_all * vocab_size * 4,
+        }  # fmt: skip
+        rows = torch.from_numpy(np.stack([ids[:LONG] for ids in documents if len(ids) >= LONG][:BATCH]))
+        retain = fit([ids for part in by_file[1:] for ids in part], vocab_size, make(place / "q"),
+                     order=order)  # fmt: skip
+        forget = fit(by_file[0], vocab_size, make(place / "p"), order=order)
+        results["decoding"] = decoding(NgramPair(retain, forget), rows, vocab_size, layers)
+    show_counts(results)
+    return results
+
+
+def make(folder):
+    folder.mkdir()
+    return folder
+
+
+def show_counts(found):
+    decoding = found["decoding"]
+    print(f"{found['texts']:,} texts, {found['bytes_of_text'] / 1e6:.1f} MB, {found['tokens']:,} tokens of "
+          f"{found['vocab_size']:,}, order {found['order']}")  # fmt: skip
+    print(
+        f"counting      {found['fit_s']:.2f} s, {found['fit_tokens_per_s'] / 1e6:.2f} million tokens/s "
+        f"(median of {ROUNDS})"
+    )
+    print(f"on disk       {found['distinct_ngrams']:,} n-grams, {found['bytes'] / 1e6:.1f} MB, "
+          f"{found['bytes_per_ngram']:.1f} bytes each")  # fmt: skip
+    print(
+        f"dense scheme  {found['contexts']:,} contexts would take {found['dense_bytes_computed'] / 1e9:.0f} GB "
+        "(computed)"
+    )
+    print(f"decoding      a token for {BATCH} sequences: experts {decoding['experts_ms']:.2f} ms; target of "
+          f"{decoding['target_parameters'] / 1e6:.0f}M parameters {decoding['target_ms']:.1f} ms, steered "
+          f"{decoding['steered_ms']:.1f} ms; experts {decoding['experts_share_of_target']:.1%} of the target, "
+          f"steered / target {decoding['steered_over_target']:.3f}")  # fmt: skip
+
 
 ARTICLES, TAKEN_DOWN, UNSEEN = 40, 10, 30
 PROMPT, SHORT, CONTINUED = 128, 64, 128  # tokens of a prompt, of a prompt in another form, of a continuation
@@ -48,17 +178,43 @@ BATCH, CONTINUED_TOKENS = 32, 20  # sequences and decoded tokens whose correctio
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of MUSE-News")
+    parser.add_argument("--data", type=Path, help="folder of MUSE-News")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--output", type=Path, required=True, help="keeps the tuned target, so that it is tuned once")
-    parser.add_argument("--speed", action="store_true", help="measure only the speed of a registry")
+    parser.add_argument("--measure", nargs="+", choices=("effect", "registry", "counts"), default=["effect"])
+    parser.add_argument("--order", type=int, default=3, help="of the n-grams of counts")
+    parser.add_argument("--vocab-size", type=int, default=32_000, help="of counts")
+    parser.add_argument("--toy", action="store_true", help="counts of the demo's world: tries the script")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    original = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
-    if options.speed:
+    if options.toy:
+        options.data, options.measure, options.vocab_size = write_world(options.output / "news"), ["counts"], 1000
+    elif options.data is None:
+        parser.error("give --data or --toy")
+    if "counts" in options.measure:
+        found = measure_counts(options.data, options.order, options.vocab_size, 1 if options.toy else 10)
+        write_json(options.output / "counts.json", found)
+    original = CheckpointReference.parse(options.target).resolve(Path(), weights=True) if not options.toy else None
+    if "registry" in options.measure:
         with tempfile.TemporaryDirectory() as folder:
             write_json(options.output / "speed.json", measure_speed(Path(folder), original, options.data))
-        return
+    if "effect" in options.measure:
+        measure_effect(options, original)
+
+
+def write_world(folder):
+    """Write two files of the demo's corpus, each row several of its texts."""
+    texts = list(build_world(WorldSettings()).corpus)
+    folder.mkdir(exist_ok=True)
+    for number in range(2):
+        rows = [" ".join(texts[start : start + 60]) for start in range(number * 60, min(len(texts), 6000), 120)]
+        text = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        (folder / f"{number}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def measure_effect(options, original):
+    """What a tuned model still recites, and what else changes."""
     tokenizer = load_tokenizer(original)
     windows = [ids for text in read_texts(options.data / "sust" / "forget_1.jsonl") if len(ids := cut(tokenizer, text))
                == PROMPT + CONTINUED][:ARTICLES]  # fmt: skip

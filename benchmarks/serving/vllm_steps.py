@@ -1,16 +1,16 @@
-"""What steering adds to a decoding step of vLLM, and where: processor time of the target alone and of the bundle.
+"""What does steering add to a decoding step of vLLM, and where? Processor time of target and bundle.
 
-    .venv-vllm/bin/python benchmarks/vllm_steps.py [--batch 1 8 32] [--rounds 7] [--json]
+    .venv-vllm/bin/python -m benchmarks.serving.vllm_steps [--toy] [--batch 1 8 32] [--rounds 7] [--json]
 
-Two processes, each with an engine of its own, take turns: one runs the plain checkpoint without divdec, the other the
-bundle. Each answers --batch prompts at once with 4 and with 36 tokens; the difference, over 32, is a step. Processor
-time of one thread is counted, so that other work on the machine changes little. The models have the shapes of
-bench_models.py and random weights, because only shapes matter here. Nothing is compiled: compiled passes are one graph,
-whose parts cannot be told apart.
+Two processes, each with an engine, take turns: one runs the plain checkpoint without divdec, the other the bundle. Each
+answers --batch prompts at once with 4 and with 36 tokens; the difference, over 32, is a step. Processor time of one
+thread is counted, so that other work on the machine changes little. The models have the shapes of `make bench-models`
+and random weights, because only shapes matter here. Nothing is compiled: compiled passes are one graph, whose parts
+cannot be told apart.
 
 "step" is the whole step with vLLM's scheduler and sampler; "target", "auxiliaries": their passes and logits;
-"steering": the rule, its checks, and putting hidden states together. The parts are measured in rounds of their own,
-because the clock's calls take time too.
+"steering": the rule, its checks, and joining hidden states. The parts are measured in rounds of their own, because the
+clock's calls take time too.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import transformers
 
-SHORT, LONG, PROMPT, VOCABULARY = 4, 36, 12, 4096
+SHORT, LONG, PROMPT = 4, 36, 12
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -35,22 +35,6 @@ VLLM = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def random_bundle(folder):
-    """A bundle of random models of bench_models.py's shapes; returns its folder."""
-    from bench_models import AUXILIARY, TARGET
-    from divdec import write_bundle
-    from divdec.data.world import WorldSettings, build_world
-    from divdec.demo.models import new_model, train_tokenizer
-
-    tokenizer = train_tokenizer(build_world(WorldSettings()).corpus, VOCABULARY)
-    for seed, (name, shape) in enumerate((("target", TARGET), ("q", AUXILIARY), ("p", AUXILIARY))):
-        new_model(shape, tokenizer, seed).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    parts = {"target": "target", "retain_auxiliary": "q", "forget_auxiliary": "p"}
-    write_bundle(folder / "bundle", **{part: str(folder / name) for part, name in parts.items()}, steering="linear:1.5")
-    return folder / "bundle"
 
 
 def engine(connection, model):
@@ -168,16 +152,21 @@ def row(batch, found, bound):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--toy", action="store_true", help="two prompts and one round: tries the script")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()
+    if given.toy:
+        given.batch, given.rounds = [2], 1
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
+        # vLLM's environment lacks packages that divdec's has: imported in the process that needs them.
+        from benchmarks.decoding.steering import VOCABULARY, random_bundle, random_models
         from divdec.model.checkpoint import load_model
         from divdec.model.loading import Bundle
 
-        paths = Bundle.open(random_bundle(Path(folder)))
+        paths = Bundle.open(random_bundle(Path(folder), random_models, VOCABULARY, "linear:1.5"))
         sizes = {part: load_model(path, device_map="meta").num_parameters() for part, path in paths.paths.items()}
         n, N = sizes["retain_auxiliary"], sizes["target"]
         print(f"{N / 1e6:.1f}M and {n / 1e6:.1f}M, {paths.steering}, eager")

