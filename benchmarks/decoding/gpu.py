@@ -210,7 +210,7 @@ def decoding(given):
     size = sizes(model.target, model.experts.retain)
     layers, whole = model.target.config.num_hidden_layers, SHAPES[given.shape]["target"]["num_hidden_layers"]
     print(f"target {size['N']:,} parameters ({layers} of {whole} layers), auxiliaries {size['n']:,} each; "
-          f"{given.dtype}; prompts of {given.prompt_tokens} tokens, {given.new_tokens} new ones a row; {given.rounds} rounds; "
+          f"{given.dtype}; {given.prompt_tokens} tokens in a prompt, {given.new_tokens} new; {given.rounds} rounds; "
           "acceptance is simulated (only time is measured)")  # fmt: skip
     measured = []
     for batch in given.batch:

@@ -6,7 +6,8 @@ server's memory must stay flat. What clients do is in tests/soak.py, the faults 
     python -m benchmarks.serving.soak --toy             # half a minute, without faults
     make soak                                           # --seconds 600
 
-Prints counts, latencies and memory, with --json as one object. If there are problems, the exit code is 1 and standard error lists them, one per line.
+Prints counts, latencies and memory, with --json as one object. If there are problems, the exit code is 1 and standard
+error lists them, one per line.
 """
 
 from __future__ import annotations

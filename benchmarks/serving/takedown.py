@@ -76,8 +76,8 @@ def target_of(vocab_size, layers):
     """A Llama-style model of about 100M parameters with random weights: its speed does not depend on them."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
-        num_key_value_heads=12, max_position_embeddings=1024, tie_word_embeddings=True,
+        vocab_size=vocab_size, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers,
+        num_attention_heads=12, num_key_value_heads=12, max_position_embeddings=1024, tie_word_embeddings=True,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

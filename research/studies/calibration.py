@@ -4,8 +4,8 @@ The TOFU suite measures the models of `divdec compare --data demo` or `--data to
 calibrate. Models that the cache lacks are trained. Agg is that of the variant
 `openunlearning` without fluency.
 
-    python benchmarks/calibration.py demo [--seed 1]
-    python benchmarks/calibration.py tofu-small --data TOFU
+    python research/studies/calibration.py demo [--seed 1]
+    python research/studies/calibration.py tofu-small --data TOFU
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import attacks_pretrained as attacks
-import shadow_models_pretrained as shadow_models
-import smollm2_tofu as benchmark
+from benchmarks.attacks import recovery as attacks
+from benchmarks.attacks import shadow_models
+from benchmarks.training import smollm2_tofu as benchmark
 from divdec.data.formatting import encode_set
 from divdec.data.records import RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world, write_tofu
@@ -93,7 +93,7 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     given = argparse.Namespace(
         run=tmp_path / "run", methods=None, attacks=attacks.ATTACKS, questions=2, samples=2, sampled=1
     )
-    attacks.run(given)
+    attacks.run_pretrained(given)
     cells = json.loads((tmp_path / "run" / "attacks.json").read_text())["results"]
     assert set(cells) == {"target", "retrain", "linear", "npo", "ngram-filter"}
     for method, own in cells.items():
@@ -101,17 +101,17 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
         assert (own["unrelated"] is None) == (method in ("linear", "ngram-filter"))
         assert all(0 <= value <= 1 for value in own.values() if value is not None)
     monkeypatch.setattr(attacks, "cell", None)
-    attacks.run(given)
+    attacks.run_pretrained(given)
     with pytest.raises(UsageError, match="has cells with"):
-        attacks.run(argparse.Namespace(**vars(given) | {"questions": 3}))
+        attacks.run_pretrained(argparse.Namespace(**vars(given) | {"questions": 3}))
     with pytest.raises(UsageError, match=r"--methods rmu: .* has target, retrain, linear"):
-        attacks.run(argparse.Namespace(**vars(given) | {"methods": ["rmu"]}))
+        attacks.run_pretrained(argparse.Namespace(**vars(given) | {"methods": ["rmu"]}))
 
     # Membership by shadow models: their losses are measured as the comparison measures those of the methods.
     shadows = argparse.Namespace(
         run=tmp_path / "run", output=tmp_path / "shadows", target=str(folder / "original"), shadows=4
     )
-    shadow_models.run(shadows)
+    shadow_models.run_pretrained(shadows)
     rows = json.loads((tmp_path / "shadows" / "results.json").read_text())["methods"]
     assert set(rows) == set(cells)
     assert "| NPO |" in capsys.readouterr().out
@@ -129,9 +129,9 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     with pytest.raises(UsageError, match="has no comparison"):
         benchmark.best_trials(tmp_path, benchmark.SIZES["forget05"])
     with pytest.raises(UsageError, match="has no questions"):
-        shadow_models.run(argparse.Namespace(**vars(shadows) | {"run": tmp_path}))
+        shadow_models.run_pretrained(argparse.Namespace(**vars(shadows) | {"run": tmp_path}))
     with pytest.raises(UsageError, match="--shadows is 5; accepted: even numbers from 4 on"):
-        shadow_models.run(argparse.Namespace(**vars(shadows) | {"shadows": 5}))
+        shadow_models.run_pretrained(argparse.Namespace(**vars(shadows) | {"shadows": 5}))
 
     # No questions are in two of the sets.
     def questions(name):
@@ -150,7 +150,7 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(benchmark, name, trained_again)
     monkeypatch.setattr(compare, "build_model", trained_again)
     benchmark.run(*arguments)
-    shadow_models.run(shadows)
+    shadow_models.run_pretrained(shadows)
     again = json.loads((tmp_path / "run" / "results.json").read_text())
     assert again["relearning"] == relearned
     with pytest.raises(UsageError, match="was begun with --limit 4, not 5"):

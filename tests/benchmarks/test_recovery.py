@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import limits
-import limits_attacks as attacks
+from benchmarks.attacks import recovery as attacks
+from benchmarks.attacks import recovery as limits
 from divdec.data.world import build_world
 from divdec.demo import run as demo
 from divdec.demo.models import Recipe, Shape

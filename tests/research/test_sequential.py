@@ -7,15 +7,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-
 import sequential
-from divdec import UsageError
-from divdec.data.records import RecordSet, overlap
-from divdec.demo import run as demo
-from divdec.demo.models import Questions, Recipe, Shape
-from divdec.errors import Interrupted
-from divdec.evaluation.aggregate import Bootstrap
-from divdec.training.settings import TrainingSettings
 from sequential import (
     METHODS,
     PROTOCOLS,
@@ -23,13 +15,22 @@ from sequential import (
     SequenceStep,
     SequentialSettings,
     choose_setting,
+    demo_sequence,
     distance,
     distance_interval,
+    muse_sequence,
     run_sequential,
     sequential_table,
     train_models,
 )
-from sequential_data import demo_sequence, muse_sequence
+
+from divdec import UsageError
+from divdec.data.records import RecordSet, overlap
+from divdec.demo import run as demo
+from divdec.demo.models import Questions, Recipe, Shape
+from divdec.errors import Interrupted
+from divdec.evaluation.aggregate import Bootstrap
+from divdec.training.settings import TrainingSettings
 
 WORLD = dataclasses.replace(
     demo.WORLD, forget_authors=2, retain_authors=1, holdout_authors=1, public_authors=4, passing_authors=4

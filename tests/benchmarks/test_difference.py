@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-import difference_attack as attack
+from benchmarks.attacks import difference as attack
 from divdec.data.records import Message, Record, write_records
 from divdec.serving.logprobs import LogprobPolicy
 from served import bundle_of, engine_of, serving

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-import student_pretrained as benchmark
+from benchmarks.training import pretrained as benchmark
 from divdec.data.records import write_records
 from divdec.demo.facts import KINDS, Fact
 from divdec.errors import UsageError
@@ -33,7 +33,7 @@ def options(models, tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_row_is_computed_once(options, capsys, monkeypatch):
-    benchmark.Run(options).run()
+    benchmark.StudentRun(options).run()
     assert "| student, int4 |" in capsys.readouterr().out
     rows = json.loads((options.output / "results.json").read_text())
     assert set(rows) == {
@@ -45,7 +45,7 @@ def test_every_row_is_computed_once(options, capsys, monkeypatch):
     assert set(rows["relearning, 0.0001"]) == {"0", "2", "4"}
     for name in ("distill", "fine_tune", "measure"):
         monkeypatch.setattr(benchmark, name, None)
-    benchmark.Run(options).run()
+    benchmark.StudentRun(options).run()
     (options.demo / "retain.jsonl").replace(options.demo / "forget.jsonl")
     with pytest.raises(UsageError, match="is not a demo of this seed"):
-        benchmark.Run(options)
+        benchmark.StudentRun(options)

@@ -1,8 +1,8 @@
 from types import SimpleNamespace
 
+import auxiliaries
 import torch
 
-import auxiliaries
 from divdec.data.records import Message, Record, RecordSet
 from divdec.research.compare.table import TEST, VALIDATION, TrialSummary
 
