@@ -53,7 +53,7 @@ demo-image: install
 
 # SmolLM2 learns a part of TOFU and forgets it by every method, three settings each. It goes on after it was stopped.
 smollm2-tofu: install
-	$(BIN)/python -m benchmarks.training.smollm2_tofu --data $(TOFU) --output runs/smollm2-tofu
+	$(BIN)/python research/studies/smollm2_tofu.py --data $(TOFU) --output runs/smollm2-tofu
 
 # Requests that come one after the other, on the demo's world.
 sequential: install

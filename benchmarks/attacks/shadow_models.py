@@ -2,7 +2,7 @@
 
     divdec compare --data demo --methods all --search-seeds 1 --output runs/compare-demo      # first: the models
     python -m benchmarks.attacks.shadow_models --run runs/compare-demo --output runs/shadow-models
-    python -m benchmarks.training.smollm2_tofu --data TOFU --output runs/forget01 --split forget01 --limit 30
+    python research/studies/smollm2_tofu.py --data TOFU --output runs/forget01 --split forget01 --limit 30
     python -m benchmarks.attacks.shadow_models --run runs/forget01 --output runs/shadows
 
 Each seed of the comparison gets --shadows models, trained as its target was, but each on a random half of the facts (of
@@ -29,7 +29,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.training.smollm2_tofu import FORM, SIZES, best_trials, split_of, tune
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.data.world import build_world
@@ -46,6 +45,7 @@ from divdec.research.compare.benchmark import load_benchmarks
 from divdec.research.compare.settings import CompareSettings, Trial, trials_of
 from divdec.runs import cache_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
+from research.studies.smollm2_tofu import FORM, SIZES, best_trials, split_of, tune
 
 
 def run_pretrained(given):

@@ -1,9 +1,11 @@
-"""A pair with another tokenizer: the vocabulary map, time per token, shares of mapped tokens, steps of the cache.
+"""What does a pair with another tokenizer cost? The vocabulary map, time per token, coverage, and steps of the cache.
 
-    python -m benchmarks.decoding.bridge [--data DIR] [--json]
+    python -m benchmarks.decoding.bridge [--data FILES] [--json]
+    python -m benchmarks.decoding.bridge --toy               # a part of the demo world's corpus, short contexts
 
-DIR holds real text (.txt, .json, .jsonl: any strings in it); without it the demo world's corpus is used, from which
-smaller vocabularies come. The auxiliaries are random Llama-style models of 4 layers; times are of one process.
+FILES are files or folders with real text (.txt, .json, .jsonl: any strings in them); without them the demo world's
+corpus is used, from which smaller vocabularies come. The auxiliaries are random Llama-style models of 4 layers; times
+are of one process. Prints a table for each, and with --json one JSON object last.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
 from divdec.bridge.pair import BridgedPair
 from divdec.bridge.token_bytes import TokenHealingMaps, VocabularyMap, token_bytes
 
-CONTEXTS = (64, 256, 1024)
+CONTEXTS = [64, 256, 1024]
 STEPS = 3000
 SHARES = ("one token, nothing dropped", "tokens dropped", "several tokens read")
 END = "</s>"
@@ -185,10 +187,13 @@ def steps(texts, pairs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="*", help="files or folders with real text")
+    parser.add_argument("--toy", action="store_true", help="little text and one context: tries the script")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     arguments = parser.parse_args()
     texts = [text for data in arguments.data or [None] for text in texts_of(data)]
     torch.set_num_threads(1)
+    if arguments.toy:
+        texts, CONTEXTS[1:] = texts[:3000], []
     kinds = {
         "BPE 8k": train("bpe", texts, 8_000),
         "BPE 32k": train("bpe", texts, 32_000),

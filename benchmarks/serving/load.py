@@ -12,10 +12,9 @@ take turns within a round, and ratios are taken within a round, so that noise of
 round is not counted. Clients are a process of their own, but not a machine of their own.
 
 "embedded" is `divdec serve` with its own engine. Its ways: "target" is the target's `generate` in a process, one
-question after another; "steered"; "speculative" is `--speculative auto`, which speculates for one client alone;
-"transformers" is `transformers serve --continuous-batching` on the target alone. "vllm" is vLLM's server: "target" is
-the plain checkpoint without divdec, "steered" the bundle, "speculative" the bundle with --speculative drafts of q; all
-with the same options, and prefixes are not cached, since the same questions come again.
+question after another; "steered"; "speculative" is `--speculative auto`, which speculates for one client alone. "vllm"
+is vLLM's server: "target" is the plain checkpoint without divdec, "steered" the bundle, "speculative" the bundle with
+--speculative drafts of q; all with the same options, and prefixes are not cached, since the same questions come again.
 
 Columns: "first" is from the request to the first piece of the answer, "gap" from a piece to the next. A piece is a
 token, or the tokens that came together ("tok/piece"): drafts that vLLM accepts, or tokens without text, which the
@@ -85,28 +84,23 @@ class Measured:
         self.texts.append(text)
 
 
-def asked(server, clients, prompts, tokens, tokenizer):
+def asked(server, clients, prompts, tokens):
     """N clients share the prompts; each sends the next prompt when its answer is complete."""
     command = server.command
-    bodies = [_body(command, ids, tokens, tokenizer) for ids in prompts]
+    bodies = [_body(command, ids, tokens) for ids in prompts]
     try:
         answers = asyncio.run(_all(f"{server.url}/v1/completions", bodies, clients))
     except* (WrongAnswerError, httpx.HTTPError) as group:
         raise WrongAnswerError(str(group.exceptions[0]) or type(group.exceptions[0]).__name__) from None
     found = Measured(seconds=max(times[-1] for _, times, _ in answers) - min(begun for begun, _, _ in answers))
     for ids, (begun, times, lines) in zip(prompts, answers):
-        expected = {"completion_tokens": tokens} | ({} if command.peer else {"prompt_tokens": len(ids)})
+        expected = {"completion_tokens": tokens, "prompt_tokens": len(ids)}
         came, text = _read(times, lines, expected)
         found.add(begun, came, tokens, text)
     return found
 
 
-def _body(command, ids, tokens, tokenizer):
-    if command.peer:
-        # It takes texts alone, and knows ignore_eos as an end that never comes.
-        settings = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        return {"model": command.model, "prompt": text, "stream": True, "generation_config": json.dumps(settings)}
+def _body(command, ids, tokens):
     return {"model": command.model, "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
 
@@ -218,7 +212,6 @@ class Command:
     arguments: list[str]
     model: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    peer: bool = False  # transformers' own server, whose requests look different
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,13 +230,6 @@ def embedded(bundle, given, speculative=None):
     options = ["--name", "steered", "--dtype", given.dtype, "--device", given.device, "--shutdown-timeout", "1"]
     options += ["--speculative", speculative] if speculative else []
     return Command([sys.executable, "-m", "divdec.cli", "serve", str(bundle), *options], "steered")
-
-
-def transformers_own(target, given):
-    """`transformers serve` on the target alone, with its continuous batching."""
-    options = ["--device", given.device, "--dtype", given.dtype, "--continuous-batching", "--log-level", "error"]
-    # The model's name is its path.
-    return Command([str(Path(sys.executable).with_name("transformers")), "serve", *options], str(target), peer=True)
 
 
 def vllm(bundle, target, given, speculative=None):
@@ -332,7 +318,7 @@ def _stop(process):
         process.wait()
 
 
-EMBEDDED, VLLM = ("target", "steered", "speculative", "transformers"), ("target", "steered", "speculative")
+WAYS = ("target", "steered", "speculative")
 DRAFTS = {"drafts": "vllm:spec_decode_num_drafts_total", "accepted": "vllm:spec_decode_num_accepted_tokens_total"}
 
 
@@ -340,7 +326,7 @@ class Ways:
     """The servers that are compared, started one after another; each knows at how many clients it is measured."""
 
     def __init__(self, given, bundle, paths, tokenizer, stack, logs):
-        self.given, self.tokenizer = given, tokenizer
+        self.given = given
         self.found, self.clients = {}, {}
         for name in given.ways:
             self.clients[name] = list(given.clients)
@@ -351,8 +337,6 @@ class Ways:
             if given.engine == "vllm":
                 target = paths["target"] if name == "target" else None
                 command = vllm(bundle, target, given, given.speculative if name == "speculative" else None)
-            elif name == "transformers":
-                command = transformers_own(paths["target"], given)
             else:
                 command = embedded(bundle, given, "auto" if name == "speculative" else None)
             if given.engine == "embedded" and name == "speculative":
@@ -364,7 +348,7 @@ class Ways:
         prompts = prompts[: max(self.given.requests, clients)]
         if isinstance(self.found[name], InProcess):
             return self.found[name].asked(prompts, tokens)
-        return asked(self.found[name], clients, prompts, tokens, self.tokenizer)
+        return asked(self.found[name], clients, prompts, tokens)
 
     def vllm_version(self):
         return next(iter(self.found.values())).get("/version").json()["version"]
@@ -500,7 +484,7 @@ def main() -> int:
                         help="with forget.jsonl and retain.jsonl beside it")  # fmt: skip
     parser.add_argument("--toy", action="store_true", help="random models and one short round: tries the script")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    parser.add_argument("--ways", nargs="+", choices=EMBEDDED, default=list(VLLM))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=8, help="questions at each number of clients, at least")
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
@@ -520,8 +504,6 @@ def main() -> int:
     given = parser.parse_args()
     if min(*given.clients, given.requests, given.rounds, given.threads, given.tokens - 7) < 1:
         parser.error("--clients, --requests, --rounds and --threads must be at least 1, --tokens at least 8")
-    if given.engine == "vllm" and not set(given.ways) <= set(VLLM):
-        parser.error(f"--ways of vllm: {', '.join(VLLM)}")
     given.clients, given.ways = sorted(set(given.clients)), list(dict.fromkeys(given.ways))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.attacks import recovery as attacks
 from benchmarks.attacks import shadow_models
-from benchmarks.training import smollm2_tofu as benchmark
 from divdec.data.formatting import encode_set
 from divdec.data.records import RecordSet, read_records
 from divdec.data.world import WorldSettings, build_world, write_tofu
@@ -23,6 +22,7 @@ from divdec.model.checkpoint import load_tokenizer
 from divdec.research.compare import run as compare
 from divdec.research.compare.settings import GRIDS
 from divdec.training.auxiliaries import load_for_training
+from research.studies import smollm2_tofu as benchmark
 
 WORLD = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 
