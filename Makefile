@@ -53,11 +53,11 @@ demo-image: install
 
 # SmolLM2 learns a part of TOFU and forgets it by every method, three settings each. It goes on after it was stopped.
 smollm2-tofu: install
-	$(BIN)/python research/studies/smollm2_tofu.py --data $(TOFU) --output runs/smollm2-tofu
+	$(BIN)/python -m research.studies.smollm2_tofu --data $(TOFU) --output runs/smollm2-tofu
 
 # Requests that come one after the other, on the demo's world.
 sequential: install
-	$(BIN)/python research/studies/sequential.py demo
+	$(BIN)/python -m research.studies.sequential demo
 
 # Every method on the demo's world and on TOFU cut to size, the grid searched on the first seed; it goes on after it was
 # stopped.

@@ -2,7 +2,7 @@
 
     divdec compare --data demo --methods all --search-seeds 1 --output runs/compare-demo      # first: the models
     python -m benchmarks.attacks.shadow_models --run runs/compare-demo --output runs/shadow-models
-    python research/studies/smollm2_tofu.py --data TOFU --output runs/forget01 --split forget01 --limit 30
+    python -m research.studies.smollm2_tofu --data TOFU --output runs/forget01 --split forget01 --limit 30
     python -m benchmarks.attacks.shadow_models --run runs/forget01 --output runs/shadows
 
 Each seed of the comparison gets --shadows models, trained as its target was, but each on a random half of the facts (of

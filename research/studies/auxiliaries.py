@@ -5,8 +5,8 @@ the same suite. Each kind of auxiliaries is measured with a few settings. Like t
 compare`, the table shows the setting with the highest Agg on the questions with even numbers, measured on those with
 odd numbers: the mean over the seeds, and the range. The same command resumes a stopped run.
 
-    python research/studies/auxiliaries.py demo --seeds 3 --output runs/auxiliaries
-    python research/studies/auxiliaries.py tofu-small --data TOFU --output runs/auxiliaries-tofu
+    python -m research.studies.auxiliaries demo --seeds 3 --output runs/auxiliaries
+    python -m research.studies.auxiliaries tofu-small --data TOFU --output runs/auxiliaries-tofu
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The TOFU suite measures the models of `divdec compare --data demo` or `--data to
 calibrate. Models that the cache lacks are trained. Agg is that of the variant
 `openunlearning` without fluency.
 
-    python research/studies/calibration.py demo [--seed 1]
-    python research/studies/calibration.py tofu-small --data TOFU
+    python -m research.studies.calibration demo [--seed 1]
+    python -m research.studies.calibration tofu-small --data TOFU
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The second table is about the tokens of the true answers of the forget set to wh
 the mean log-probability of teacher and student, and how much of KL(teacher ‖ student) and of KL(student ‖ teacher) at
 these positions comes from the true token.
 
-    python research/studies/distillation_gap.py --output runs/distillation-gap
+    python -m research.studies.distillation_gap --output runs/distillation-gap
 """
 
 from __future__ import annotations

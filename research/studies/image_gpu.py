@@ -3,8 +3,8 @@
 A target of 55 million parameters and auxiliaries of 5 million are trained from random weights on rendered images; half
 of the forty classes are forgotten. Prints the paper's two tables, and writes the report with samples.
 
-    python research/studies/image_gpu.py [--seed 0] [--images 1500] [--epochs 30] [--count 25] [--output runs/image-gpu]
-    python research/studies/image_gpu.py --small      a smoke test on a CPU, in minutes
+    python -m research.studies.image_gpu [--seed 0] [--images 1500] [--epochs 30] [--count 25] [--output runs/image-gpu]
+    python -m research.studies.image_gpu --small      a smoke test on a CPU, in minutes
 """
 
 from __future__ import annotations

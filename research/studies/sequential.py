@@ -10,7 +10,7 @@ both protocols ends with the first i requests forgotten.
 Every method has three settings. Step 1, which both protocols share, chooses one of them on every second question.
 
     make sequential                                            # the demo's world, three requests
-    python research/studies/sequential.py muse --data path/to/muse_news --steps 4
+    python -m research.studies.sequential muse --data path/to/muse_news --steps 4
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How well does every method let a pretrained model forget TOFU? SmolLM2 learns and forgets a part of it.
 
     make smollm2-tofu                    # TOFU in ../shared/data/tofu
-    python research/studies/smollm2_tofu.py --data TOFU --output runs/smollm2-tofu
-    python research/studies/smollm2_tofu.py --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
+    python -m research.studies.smollm2_tofu --data TOFU --output runs/smollm2-tofu
+    python -m research.studies.smollm2_tofu --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
 
 The target is SmolLM2 tuned on forget05 and on the questions of retain_perturbed, the retrained model SmolLM2 tuned on
 the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair is trained
@@ -258,7 +258,7 @@ def split_of(run):
     """Return the forget split of a run, the output folder of this script."""
     split = next((name for name in SIZES if (run / "tofu" / f"{name}.json").exists()), None)
     if split is None:
-        raise UsageError(f"{run} has no questions; make them with: python research/studies/smollm2_tofu.py")
+        raise UsageError(f"{run} has no questions; make them with: python -m research.studies.smollm2_tofu")
     return split
 
 
@@ -266,7 +266,7 @@ def best_trials(run, size):
     """Return each method's best setting in a run's comparison, and the folder of its results."""
     file = run / "compare" / "comparison.json"
     if not file.exists():
-        raise UsageError(f"{run} has no comparison; make it with: python research/studies/smollm2_tofu.py")
+        raise UsageError(f"{run} has no comparison; make it with: python -m research.studies.smollm2_tofu")
     adapt_grid(size)
     best = {row["method"]: row["setting"] for row in read_json(file)["best"]}
     methods = [name for name in best if name not in REFERENCES]

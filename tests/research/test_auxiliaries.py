@@ -1,10 +1,10 @@
 from types import SimpleNamespace
 
-import auxiliaries
 import torch
 
 from divdec.data.records import Message, Record, RecordSet
 from divdec.research.compare.table import TEST, VALIDATION, TrialSummary
+from research.studies import auxiliaries
 
 
 def test_shifted_trigrams_give_each_token_the_divergence_of_the_token_before(tokenizer):

@@ -7,8 +7,16 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-import sequential
-from sequential import (
+
+from divdec import UsageError
+from divdec.data.records import RecordSet, overlap
+from divdec.demo import run as demo
+from divdec.demo.models import Questions, Recipe, Shape
+from divdec.errors import Interrupted
+from divdec.evaluation.aggregate import Bootstrap
+from divdec.training.settings import TrainingSettings
+from research.studies import sequential
+from research.studies.sequential import (
     METHODS,
     PROTOCOLS,
     Candidate,
@@ -23,14 +31,6 @@ from sequential import (
     sequential_table,
     train_models,
 )
-
-from divdec import UsageError
-from divdec.data.records import RecordSet, overlap
-from divdec.demo import run as demo
-from divdec.demo.models import Questions, Recipe, Shape
-from divdec.errors import Interrupted
-from divdec.evaluation.aggregate import Bootstrap
-from divdec.training.settings import TrainingSettings
 
 WORLD = dataclasses.replace(
     demo.WORLD, forget_authors=2, retain_authors=1, holdout_authors=1, public_authors=4, passing_authors=4

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from benchmarks.training import pretrained as benchmark
 from divdec.data.records import write_records
 from divdec.demo.facts import KINDS, Fact
 from divdec.errors import UsageError
+from research.studies import pretrained as benchmark
 from served import bundle_of
 
 

@@ -1,8 +1,8 @@
 """Does a pretrained model forget facts that it knows? Steered with p and q from its pruned layers, and distilled.
 
-    python -m benchmarks.training.pretrained --seeds 0 1 2 --output runs/pretrained
+    python -m research.studies.pretrained --seeds 0 1 2 --output runs/pretrained
     make demo
-    python -m benchmarks.training.pretrained --student demo --news NEWS --output runs/student
+    python -m research.studies.pretrained --student demo --news NEWS --output runs/student
 
 The target is asked for the facts of `divdec.demo.facts`. Of those that it knows, a part is the forget set, a part the
 retain set (both are training data), and the rest is in neither set. Questions of the forget set are scored if the
