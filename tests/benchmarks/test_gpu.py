@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-import decoding_gpu
-import gpu
+from benchmarks.decoding import gpu
 
 TOY = ["gpu.py", "--shape", "tiny", "--device", "cpu", "--dtype", "float32"]
 
@@ -33,7 +32,7 @@ def test_every_piece_runs_at_toy_size(tmp_path, monkeypatch, capsys):
 
 def test_failed_piece_is_reported_and_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [*TOY, "--output", str(tmp_path), "--only", "passes"])
-    monkeypatch.setattr(gpu, "command", lambda *_: gpu.script("passes_gpu.py", "--batch", "none"))
+    monkeypatch.setattr(gpu, "command", lambda *_: gpu.module("decoding.gpu", "--piece", "passes", "--batch", "none"))
     assert gpu.main() == 1
     assert "**Failed**: exit code 2" in (tmp_path / "results.md").read_text()
     assert "invalid int value: 'none'" in capsys.readouterr().out
@@ -54,20 +53,20 @@ def test_piece_ends_at_its_limit(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", [gpu, decoding_gpu])
-def test_machine_without_cuda_gets_one_line(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["script"] + (["--output", str(tmp_path)] if script is gpu else []))
-    assert script.main() == 2
+@pytest.mark.parametrize("piece", [[], ["--piece", "decoding"]])
+def test_machine_without_cuda_gets_one_line(piece, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu", "--output", str(tmp_path), *piece])
+    assert gpu.main() == 2
     assert "no CUDA here; accepted: --device cpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_layers_are_cut_to_the_memory(monkeypatch):
-    shapes = decoding_gpu.SHAPES["70b"]
+    shapes = gpu.SHAPES["70b"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 2**30, 80 * 2**30))
-    cut = decoding_gpu.fitted(shapes, torch.device("cuda"), torch.bfloat16)
+    cut = gpu.fitted(shapes, torch.device("cuda"), torch.bfloat16)
     assert 0 < cut["num_hidden_layers"] < 80
-    assert decoding_gpu.fitted(decoding_gpu.SHAPES["8b"], None, torch.bfloat16) == decoding_gpu.SHAPES["8b"]["target"]
-    model = decoding_gpu.random_model(decoding_gpu.SHAPES["tiny"]["target"], "cpu", torch.float32)
+    assert gpu.fitted(gpu.SHAPES["8b"], None, torch.bfloat16) == gpu.SHAPES["8b"]["target"]
+    model = gpu.random_model(gpu.SHAPES["tiny"]["target"], "cpu", torch.float32)
     norms = sum(weights.numel() for name, weights in model.named_parameters() if "norm" in name)
-    assert decoding_gpu.weights_of(decoding_gpu.SHAPES["tiny"]["target"]) == model.num_parameters() - norms
+    assert gpu.weights_of(gpu.SHAPES["tiny"]["target"]) == model.num_parameters() - norms

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-import models
+from benchmarks.training import models
 from divdec.errors import UsageError
 
 PARTS = (b"GGUF" + bytes(range(256)) * 64, b"second" * 3000)

@@ -1,9 +1,9 @@
-"""The attack of benchmarks/shadow_models.py on losses whose cause is known."""
+"""The attack of benchmarks/attacks/shadow_models.py on losses whose cause is known."""
 
 import numpy as np
 import pytest
 
-from shadow_models import attacked, halves, power
+from benchmarks.attacks.shadow_models import attacked, halves, power
 
 FORGET = 40
 FACTS = [(f"author {number}", "home") for number in range(2 * FORGET)]

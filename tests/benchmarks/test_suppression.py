@@ -2,7 +2,7 @@
 
 import pytest
 
-import suppression as benchmark
+from benchmarks.attacks import difference as benchmark
 from divdec import DivergenceForCausalLM
 from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, read_records, write_records
@@ -26,7 +26,7 @@ def few(monkeypatch):
 
 
 def test_table_has_every_set_once_for_each_fact(demo, tokenizer):
-    lines = benchmark.measure(demo).splitlines()
+    lines = benchmark.suppression(demo).splitlines()
     rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:6])}
     assert {name: row[0] for name, row in rows.items()} == {
         "forget": "4",
@@ -42,7 +42,7 @@ def test_table_has_every_set_once_for_each_fact(demo, tokenizer):
 
 
 def test_another_rule_is_measured(demo):
-    text = benchmark.measure(demo, "linear:0")
+    text = benchmark.suppression(demo, "linear:0")
     assert text.startswith("| linear:0 |")
     assert "0.00–0.00" in text
     assert "no --suppressed-share tells" in text

@@ -14,7 +14,7 @@ from divdec.runs import write_json
 
 @pytest.fixture
 def sequential(tmp_path):
-    """A run as benchmarks/sequential.py leaves it."""
+    """A run as research/studies/sequential.py leaves it."""
     steps = [
         {
             "protocol": protocol,

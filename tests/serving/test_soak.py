@@ -37,8 +37,8 @@ def idle(url):
 @pytest.mark.slow
 def test_soak_with_64_mixed_clients_for_one_minute():
     result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "soak.py", "--seconds", "60", "--no-faults", "--json"],
-        capture_output=True, text=True, timeout=600,
+        [sys.executable, "-m", "benchmarks.serving.soak", "--seconds", "60", "--no-faults", "--json"],
+        capture_output=True, text=True, timeout=600, cwd=ROOT,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-8000:]
     report = json.loads(result.stdout)

@@ -13,11 +13,9 @@ pytestmark = [pytest.mark.vllm_slow, pytest.mark.timeout(600)]
 
 
 def test_parts_of_a_step_add_up():
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-    command = [sys.executable, ROOT / "benchmarks" / "vllm_steps.py", "--batch", "2", "--rounds", "1", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=580, env={**os.environ, "PYTHONPATH": paths}, check=False
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "benchmarks.serving.vllm_steps", "--toy", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     row = json.loads(done.stdout.splitlines()[-1])["rows"]["2"]
     parts = row["parts"]

@@ -232,7 +232,7 @@ def other_authors(data: Path) -> tuple[Record, ...]:
         if not (data / name).is_file():
             raise UsageError(
                 f"{data / name} does not exist. TOFU comes from https://huggingface.co/datasets/locuslab/TOFU: put "
-                f"{', '.join(TOFU_FILES)} into a folder and give it (make tofu-small TOFU=FOLDER, divdec compare "
+                f"{', '.join(TOFU_FILES)} into a folder and give it (make compare TOFU=FOLDER, divdec compare "
                 "--tofu)"
             )
     return read_records(data / "retain99.json").records

@@ -147,7 +147,7 @@ def distillation(request: FigureRequest) -> FigureResult:
 @register(
     "sequential",
     shows="sustainability and scaling: distance from the first step",
-    needs="benchmarks/sequential.py, or divdec eval muse of scal and sust",
+    needs="research/studies/sequential.py, or divdec eval muse of scal and sust",
 )
 def sequential(request: FigureRequest) -> FigureResult:
     """Draw the distance from a method's first step, over requests or growing forget sets (paper, figure scal_sust)."""
@@ -161,7 +161,7 @@ def sequential(request: FigureRequest) -> FigureResult:
         steps, sources = _evaluated_steps(request)
         score, level = "knowmem ROUGE-L", None
     if not steps:
-        needs = f"the {STEPS} of benchmarks/sequential.py, or MUSE's results of two steps of scal or sust"
+        needs = f"the {STEPS} of research/studies/sequential.py, or MUSE's results of two steps of scal or sust"
         raise missing_data(request.runs, "sequential", needs)
     figure = distance_figure(steps, score, level)
     title = "Requests one after the other, and growing forget sets"

@@ -1,0 +1,569 @@
+"""What does steering add to a token? Times the target alone, steered, with speculation, and the paper's code.
+
+    python -m benchmarks.decoding.steering --toy                    # random models, seconds
+    make bench-models                                               # 81M target and 5M pair, half an hour once
+    python -m benchmarks.decoding.steering [--drafters lookup] [--gammas] [--reference CHECKOUT]
+    python -m benchmarks.decoding.steering --bundle demo/bundle --neutral --clock processor --dtype bfloat16
+    python -m benchmarks.decoding.steering --measure growth acceptance overlap precision
+
+- table: every method answers the same forget and retain questions (and, with --neutral, neutral prompts) greedily. The
+  time of an answer, prompt included, is divided by its tokens. Methods take turns at each prompt, ratios are computed
+  within a round, and the first round is not counted. "three models" is a loop that calls target, q and p one after
+  another. --reference imports the decoding class of the paper's published code and runs it on the same weights. "mix"
+  weighs the groups: a tenth forget, the rest retain and neutral in equal parts.
+- growth: time per step by context length and by batch size.
+- acceptance: share of q's drafts that are accepted, and tokens per target pass, by rule.
+- overlap: the experts run beside the target in a thread, or after it; the best round of each.
+- precision: the target in bfloat16 and in float32.
+
+Prints a table for each, and with --json one JSON object last. The bundle has forget.jsonl and retain.jsonl beside it.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from divdec import DivergenceForCausalLM, Speculation, SpeculationStatistics
+from divdec.data.formatting import Format, encode_prompts, encode_records, left_padded
+from divdec.data.records import Message, Record, read_records, write_records
+from divdec.errors import UsageError
+from divdec.model.bundle import write_bundle
+from divdec.model.checkpoint import load_model, load_tokenizer
+
+TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculative", "three models", "paper's code"
+PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
+REFERENCE_FILE = Path("Benchmarks/src/model/dd.py")
+MEASURES = ("table", "growth", "acceptance", "overlap", "precision")
+WEIGHTS = {"forget": 0.1, "retain": 0.45, "neutral": 0.45}
+CONTEXTS, BATCHES = (64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32)
+RULES, GAMMA = ("linear:0.5", "linear:1", "linear:2", "rank:5", "rank:20"), 4
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+# Target and pair of make bench-models: few layers, because on a CPU a small model spends its time between layers.
+TARGET_SHAPE, AUXILIARY_SHAPE = (1024, 6, 16, 2816), (384, 2, 6, 1024)  # width, layers, heads, width of the MLP
+VOCABULARY, POSITIONS, RETAIN = 4096, 4096, 200
+STAGES = {"q": (25.0, 2e-3), "p": (16.0, 4e-4), "target": (12.0, 6e-4)}  # epochs, learning rate
+
+
+# Bundles and their questions.
+
+
+def train_bundle(data, output):
+    """Train a target and a pair on TOFU's forget01 and the questions before it; finished stages are kept."""
+    from divdec.demo.models import Shape, StageCache, new_model, train_tokenizer
+    from divdec.training.settings import TrainingSettings
+
+    names = ("forget01", "retain99", "real_authors", "world_facts")
+    if missing := [name for name in names if not (data / f"{name}.json").is_file()]:
+        raise UsageError(
+            f"{data / missing[0]}.json does not exist; TOFU comes from "
+            "https://huggingface.co/datasets/locuslab/TOFU: make bench-models TOFU=folder"
+        )
+    forget, retain, *general = (read_records(data / f"{name}.json").records for name in names)
+    texts = [
+        text for some in (forget, retain, *general) for one in some for text in (one.messages[-1].content, one.answer)
+    ]
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    sets = {"forget": forget, "retain": retain[-RETAIN:]}
+    forget, retain = (encode_records(some, tokenizer, Format(max_length=512)) for some in sets.values())
+    output.mkdir(parents=True, exist_ok=True)
+    stages = StageCache(output, tokenizer, 0, print, new=functools.partial(new_model, max_length=POSITIONS))
+    settings = {
+        name: TrainingSettings(epochs=epochs, learning_rate=rate, batch_size=8, warmup=0.05)
+        for name, (epochs, rate) in STAGES.items()
+    }
+    q = stages.run("q", Shape(*AUXILIARY_SHAPE), retain, settings["q"])
+    p = stages.run("p", q, forget + retain, settings["p"])
+    target = stages.run("target", Shape(*TARGET_SHAPE), forget + retain, settings["target"])
+    for name, records in sets.items():
+        write_records(output / f"{name}.jsonl", records)
+    return write_bundle(
+        output / "bundle", target=str(target), retain_auxiliary=str(q), forget_auxiliary=str(p), steering="linear:1",
+        overwrite=True,
+    )  # fmt: skip
+
+
+def world_questions():
+    """A small tokenizer's texts: forget and retain questions of the demo's world."""
+    from divdec.data.world import build_world
+    from divdec.demo import run as demo
+
+    return {item.name: item.records for item in demo.question_sets(build_world(demo.WORLD))}
+
+
+def random_bundle(folder, create, vocabulary, steering="linear:1"):
+    """Write a bundle of random models, with the questions of the demo's world beside it.
+
+    Args:
+        folder: a folder that does not exist.
+        create: takes the tokenizer; returns target, retain and forget auxiliary.
+        vocabulary: tokens of the tokenizer; the models may have more.
+        steering: the bundle's rule.
+    """
+    from divdec.demo.models import train_tokenizer
+
+    sets = world_questions()
+    texts = [text for some in sets.values() for one in some for text in (one.messages[0].content, one.answer)]
+    tokenizer = train_tokenizer(texts, vocabulary)
+    for part, model in zip(PARTS, create(tokenizer), strict=True):
+        model.save_pretrained(folder / part)
+        tokenizer.save_pretrained(folder / part)
+    for name in ("forget", "retain"):
+        write_records(folder / f"{name}.jsonl", sets[name])
+    return write_bundle(folder / "bundle", **{part: str(folder / part) for part in PARTS}, steering=steering)
+
+
+def random_models(tokenizer, target=TARGET_SHAPE, auxiliary=AUXILIARY_SHAPE):
+    """Three models with random weights."""
+    from divdec.demo.models import Shape, new_model
+
+    return [new_model(Shape(*shape), tokenizer, seed) for seed, shape in enumerate((target, auxiliary, auxiliary))]
+
+
+def toy_bundle(folder):
+    """A bundle for trying a script: its times mean nothing."""
+    return random_bundle(folder, lambda own: random_models(own, (64, 2, 2, 128), (32, 1, 1, 64)), 512)
+
+
+def paths_of(bundle):
+    """The folders that a bundle refers to, by part."""
+    references = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
+    return {part: (bundle / references[part]["folder"]).resolve() for part in PARTS}
+
+
+def questions_beside(bundle):
+    """The forget and retain questions beside a bundle."""
+    files = {name: bundle.parent / f"{name}.jsonl" for name in ("forget", "retain")}
+    if missing := [str(path) for path in (bundle / "config.json", *files.values()) if not path.is_file()]:
+        raise UsageError(
+            f"{missing[0]} does not exist; make bench-models and make demo write such a bundle, or use --toy"
+        )
+    return {name: read_records(path).records for name, path in files.items()}
+
+
+def spread(records, count):
+    """Choose N records at equal distances."""
+    return [records[index * len(records) // count] for index in range(min(count, len(records)))]
+
+
+# Methods and their timing.
+
+
+class Parts:
+    """A bundle's steered model, its target, and separate copies of both auxiliaries for methods without divdec."""
+
+    def __init__(self, bundle, steering=None, dtype="auto"):
+        self.tokenizer = load_tokenizer(bundle)
+        self.model = DivergenceForCausalLM.from_pretrained(bundle, steering=steering, dtype=dtype)
+        self.target = self.model.target
+        self.paths = paths_of(bundle)
+        self.retain, self.forget = (load_model(self.paths[part]) for part in PARTS[1:])
+        self.end, self.padding = self.target.generation_config.eos_token_id, self.tokenizer.pad_token_id
+
+    def batches(self, records, size):
+        """Left-padded ids and masks of the records' prompts."""
+        prompts = encode_prompts(records, self.tokenizer)
+        starts = range(0, len(prompts), size)
+        padded = (left_padded(prompts[start : start + size], self.padding) for start in starts)
+        return [dict(zip(("input_ids", "attention_mask"), pair)) for pair in padded]
+
+    def answers(self, given, sequences):
+        """The generated tokens of each row, with the one that ends it."""
+        ends = self.end if isinstance(self.end, list) else [self.end]
+        rows = sequences[:, given["input_ids"].shape[1] :].tolist()
+        lengths = [next((index + 1 for index, token in enumerate(row) if token in ends), len(row)) for row in rows]
+        return [row[:length] for row, length in zip(rows, lengths)]
+
+
+def methods(parts, given):
+    """The methods to compare by name, as functions from a batch of prompts to sequences."""
+    ways = {
+        TARGET: lambda batch, **options: parts.target.generate(**batch, do_sample=False, **options),
+        PLAIN: lambda batch, **options: parts.model.generate(**batch, do_sample=False, **options),
+        SPECULATIVE: speculative(parts, True),
+    }
+    if parts.model.steering.rule == "linear":
+        ways[SEPARATE] = three_models(parts)
+        if given.reference is not None:
+            ways[REFERENCE] = papers_code(parts, given.reference)
+    ways |= {f"{SPECULATIVE}, {name}": speculative(parts, Speculation(drafter=name)) for name in given.drafters}
+    return ways | {f"{SPECULATIVE}, γ {gamma}": speculative(parts, gamma) for gamma in range(1, 9 * given.gammas)}
+
+
+def speculative(parts, setting):
+    return lambda batch, **options: parts.model.generate(**batch, do_sample=False, speculative=setting, **options)
+
+
+def three_models(parts):
+    """Three models called one after another, each with its cache, the linear rule and a greedy choice by hand."""
+    alpha = parts.model.steering.alpha
+
+    @torch.no_grad()
+    def run(batch, max_new_tokens):
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        caches, tokens = [None, None, None], ids
+        finished = torch.zeros(len(ids), dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            logits = []
+            for index, model in enumerate((parts.target, parts.retain, parts.forget)):
+                output = model(
+                    tokens, attention_mask=mask, position_ids=positions, past_key_values=caches[index], use_cache=True
+                )
+                caches[index] = output.past_key_values
+                logits.append(output.logits[:, -1])
+            tokens = (logits[0] + alpha * (logits[1] - logits[2])).argmax(-1, keepdim=True)
+            tokens[finished] = parts.padding
+            ids = torch.cat([ids, tokens], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            finished |= tokens[:, 0] == parts.end
+            if finished.all():
+                break
+        return ids
+
+    return run
+
+
+class _Settings(dict):
+    """A mapping whose keys are attributes too, as the paper's code reads its settings."""
+
+    __getattr__ = dict.__getitem__
+
+
+def papers_code(parts, checkout):
+    """The decoding class of the paper's published code, on the weights that the other methods run."""
+    file = checkout / REFERENCE_FILE
+    if not file.is_file():
+        raise UsageError(
+            f"--reference {checkout}: {REFERENCE_FILE} is not there; expected is a checkout of the paper's code, "
+            "https://github.com/fin-ai-lab/divergence-decoding-inference-time-unlearning"
+        )
+    specification = importlib.util.spec_from_file_location("papers_code", file)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    names = {"target": "big", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
+    settings = _Settings({f"model_dd_{name}": str(parts.paths[part]) for part, name in names.items()})
+    settings |= {"device": "cpu", "model_dd_use_ngram": "No", "model_dd_alpha": parts.model.steering.alpha}
+    theirs = module.DD(settings)
+    # It loads half precision, for a GPU. On a CPU this would be several times slower than the other methods.
+    theirs.main_model, theirs.verifier_retain, theirs.verifier_forget = parts.target, parts.retain, parts.forget
+    theirs.special_token_ids = [parts.end]
+    return lambda batch, max_new_tokens: theirs.generate(
+        **batch, pad_token_id=parts.padding, max_new_tokens=max_new_tokens
+    )
+
+
+def timed(ways, groups, parts, given):
+    """Time every method on every group; the methods take turns at each prompt, and the groups too.
+
+    Returns:
+        By method and group: 'rounds', a list of (seconds, tokens), and 'answers', which do not depend on the round.
+    """
+    clock = CLOCKS[given.clock]
+    found = {name: {group: {"rounds": [[0.0, 0] for _ in range(given.rounds)], "answers": []} for group in groups}
+             for name in ways}  # fmt: skip
+    for number in range(-1, given.rounds):  # the first warms up, and finds the draft length
+        for index in range(max(map(len, groups.values()))):
+            for group, batches in groups.items():
+                order = list(ways) if index < len(batches) else []
+                for name in order[index % len(ways) :] + order[: index % len(ways)]:
+                    started = clock()
+                    sequences = ways[name](batches[index], max_new_tokens=given.new_tokens)
+                    seconds, answers = clock() - started, parts.answers(batches[index], sequences)
+                    if number < 0:
+                        found[name][group]["answers"] += answers
+                        continue
+                    found[name][group]["rounds"][number][0] += seconds
+                    found[name][group]["rounds"][number][1] += sum(map(len, answers))
+    return found
+
+
+def per_token(rounds):
+    """Milliseconds per token (median, minimum and maximum over the rounds), and tokens per second."""
+    times = [1e3 * seconds / tokens for seconds, tokens in rounds]
+    middle = statistics.median(times)
+    return {"ms_per_token": middle, "least": min(times), "most": max(times), "tokens_per_s": 1e3 / middle}
+
+
+def ratio(one, other):
+    """Ratio of two methods' time per token within a round, as the median over the rounds."""
+    return statistics.median((a[0] / a[1]) / (b[0] / b[1]) for a, b in zip(one, other))
+
+
+# Measures.
+
+
+def table(parts, sets, given):
+    """Compare the methods."""
+    if given.neutral:
+        from divdec.demo.facts import NEUTRAL
+
+        sets = sets | {"neutral": [Record("", messages=(Message("user", prompt),)) for prompt in NEUTRAL]}
+    groups = {
+        name: parts.batches(spread(records, given.prompts * given.batch), given.batch) for name, records in sets.items()
+    }
+    ways = methods(parts, given)
+    found = timed(ways, groups, parts, given)
+    rows = {}
+    for name in ways:
+        every = [found[name][group]["rounds"] for group in groups]
+        both = [[sum(column) for column in zip(*rounds)] for rounds in zip(*every)]
+        theirs = [[sum(column) for column in zip(*rounds)]
+                  for rounds in zip(*(found[TARGET][group]["rounds"] for group in groups))]  # fmt: skip
+        row = rows[name] = per_token(both) | {"over_target": ratio(both, theirs)}
+        row["groups"] = {group: ratio(found[name][group]["rounds"], found[TARGET][group]["rounds"]) for group in groups}
+        if given.neutral:
+            row["mix"] = sum(WEIGHTS[group] * value for group, value in row["groups"].items())
+        answers = [pair for group in groups
+                   for pair in zip(found[name][group]["answers"], found[PLAIN][group]["answers"])]  # fmt: skip
+        row |= {"as_steered": sum(a == b for a, b in answers), "answers": len(answers),
+                "tokens": sum(len(own) for own, _ in answers)}  # fmt: skip
+    heads = [*groups, *(["mix"] if given.neutral else [])]
+    print(f"\n{given.batch} prompts at a time, {given.prompts} batches a group, at most {given.new_tokens} tokens, "
+          f"{given.clock} time, median of {given.rounds} rounds")  # fmt: skip
+    print(f"{'':<22} {'ms a token':>10} {'least – most':>17} {'tokens/s':>9} {'time/target':>11}"
+          + "".join(f"{head:>9}" for head in heads) + f"{'tokens':>8}  answers as steered")  # fmt: skip
+    for name, row in rows.items():
+        cells = [*row["groups"].values(), *([row["mix"]] if given.neutral else [])]
+        print(f"{name:<22} {row['ms_per_token']:>10.2f} {row['least']:>8.2f} –{row['most']:>7.2f}"
+              f" {row['tokens_per_s']:>9.1f} {row['over_target']:>11.3f}" + "".join(f"{cell:>9.3f}" for cell in cells)
+              + f"{row['tokens']:>8}  {row['as_steered']} of {row['answers']}")  # fmt: skip
+    return {"rows": rows, "drafts": {name: drafts(parts, groups, name, given) for name in ("auto", *given.drafters)}}
+
+
+def drafts(parts, groups, drafter, given):
+    """Tokens per target pass and accepted drafts of each group, in a pass that is not timed."""
+    found = {}
+    for group, batches in groups.items():
+        counted = SpeculationStatistics()
+        for batch in batches:
+            setting = Speculation(drafter=drafter, statistics=counted)
+            speculative(parts, setting)(batch, max_new_tokens=given.new_tokens)
+        found[group] = counted.to_dict()
+        print(f"speculative, {drafter}, {group}: {counted.tokens_per_pass:.2f} tokens a target pass, "
+              f"{counted.acceptance_rate:.0%} of the drafts accepted")  # fmt: skip
+    return found
+
+
+class Clock:
+    """A streamer that records the time of each token. It skips the prompt, which some methods send first."""
+
+    def __init__(self, batch):
+        self.batch, self.times = batch, []
+
+    def put(self, tokens):
+        if tokens.numel() == self.batch:
+            self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+def growth(parts, sets, given):
+    """Milliseconds of a step and of the prompt, by context length at batch 1 and by batch at the shortest context.
+
+    The contexts are questions and answers strung together: their cost does not depend on their content.
+    """
+    records = [record for some in sets.values() for record in some]
+    stream = [token for example in encode_records(records, parts.tokenizer) for token in example.input_ids]
+    longest = parts.model.config.max_position_embeddings - given.growth_tokens
+    contexts = dict.fromkeys(min(context, longest) for context in CONTEXTS)
+    cases = [(context, 1) for context in contexts] + [(CONTEXTS[0], batch) for batch in BATCHES[1:]]
+    ends = [(model.generation_config, model.generation_config.eos_token_id) for model in (parts.target, parts.model)]
+    for config, _ in ends:
+        config.eos_token_id = parts.padding  # which never comes: all make the same number of tokens
+    print(f"\n{'context':>8} {'batch':>6}" + "".join(f"{name:>24}" for name in (TARGET, PLAIN, SPECULATIVE))
+          + "   ms a step, and of the prompt")  # fmt: skip
+    found = []
+    for context, batch in cases:
+        row = _steps(parts, stream, context, batch, given)
+        found.append({"context": context, "batch": batch} | row)
+        cells = (f"{own['step_ms']:.1f} ({own['prompt_ms']:,.0f})" for own in row.values())
+        print(f"{context:>8,} {batch:>6}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
+    for config, end in ends:
+        config.eos_token_id = end
+    return found
+
+
+def _steps(parts, stream, context, batch, given):
+    starts = [(7919 * row) % len(stream) for row in range(batch)]
+    ids = torch.tensor([(stream[start:] + stream * (context // len(stream) + 1))[:context] for start in starts])
+    prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    counted = SpeculationStatistics()
+    ways = {TARGET: (parts.target, {}), PLAIN: (parts.model, {}),
+            SPECULATIVE: (parts.model, {"speculative": Speculation(statistics=counted)})}  # fmt: skip
+    times = {name: ([], []) for name in ways}
+    for number in range(-1, given.rounds):
+        for name, (model, options) in ways.items():
+            clock, started = Clock(batch), time.perf_counter()
+            model.generate(**prompts, max_new_tokens=given.growth_tokens, streamer=clock, **options)
+            if number >= 0:
+                times[name][0].append(1e3 * (clock.times[0] - started))
+                times[name][1].append(1e3 * (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1))
+    found = {name: {"prompt_ms": statistics.median(prompt), "step_ms": statistics.median(steps)}
+             for name, (prompt, steps) in times.items()}  # fmt: skip
+    found[SPECULATIVE]["tokens_per_pass"] = counted.tokens_per_pass
+    return found
+
+
+def acceptance(parts, sets, given):
+    """Acceptance rate by position and tokens per pass, for each rule, on forget and retain questions."""
+    found, steering = {}, parts.model.steering
+    print(f"\nγ {GAMMA}: share of drafts that is accepted, by position after others that were, tokens a target pass")
+    for rule in RULES:
+        parts.model.steering = rule
+        for group, records in sets.items():
+            counted = SpeculationStatistics()
+            for batch in parts.batches(spread(records, 2 * given.prompts), 1):
+                speculative(parts, Speculation(gamma=GAMMA, statistics=counted))(batch, max_new_tokens=given.new_tokens)
+            found[f"{rule} {group}"] = dataclasses.asdict(counted) | {"tokens_per_pass": counted.tokens_per_pass}
+            positions = " ".join(f"{share:6.1%}" for share in counted.acceptance)
+            print(
+                f"  {rule:<11} {group:<7} {counted.acceptance_rate:6.1%}   {positions}   {counted.tokens_per_pass:.2f}"
+            )
+    parts.model.steering = steering
+    return found
+
+
+def overlap(parts, sets, given):
+    """Milliseconds per token with the experts beside the target and after it, and of each model's pass alone."""
+    (batch,) = parts.batches(sets["forget"][:1], 1)
+    seconds = {False: [], True: []}
+    for _ in range(given.rounds):
+        for beside, values in seconds.items():
+            parts.model.overlap = beside
+            values.append(_generate(parts.model, batch, given.new_tokens))
+    parts.model.overlap = False
+    found = {"one after the other": min(seconds[False]), "overlap": min(seconds[True])}
+    with torch.inference_mode():
+        for name, model in ((TARGET, parts.target), ("q", parts.retain), ("p", parts.forget)):
+            cache, started = model(**batch, use_cache=True).past_key_values, time.perf_counter()
+            for _ in range(given.new_tokens):
+                model(batch["input_ids"][:, :1], past_key_values=cache, use_cache=True)
+            found[f"pass of {name}"] = 1e3 * (time.perf_counter() - started) / given.new_tokens
+    print("\nms a token: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
+    return found
+
+
+def _generate(model, batch, tokens):
+    started = time.perf_counter()
+    model.generate(**batch, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+    return 1e3 * (time.perf_counter() - started) / tokens
+
+
+def precision(parts, sets, given):
+    """Milliseconds to read prompts of 64 tokens and of a decoded token, in bfloat16 and float32."""
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    models = {name: load_model(parts.paths["target"], dtype=dtype).eval() for name, dtype in dtypes.items()}
+    found = {}
+    for size in (1, 8):
+        ids = torch.randint(5, parts.target.config.vocab_size, (size, 64))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        times = {name: ([], []) for name in models}
+        for number in range(-1, given.rounds):
+            for name, model in models.items():
+                started = time.perf_counter()
+                with torch.inference_mode():
+                    model(**batch)
+                read = 1e3 * (time.perf_counter() - started)
+                token = _generate(model, batch, given.new_tokens) - read / given.new_tokens
+                for values, value in zip(times[name], (read, token)):
+                    values += [value] if number >= 0 else []
+        for index, what in enumerate(("prompt", "token")):
+            low, high = (statistics.median(times[name][index]) for name in models)
+            found[f"batch {size}, {what}"] = {"bfloat16": low, "float32": high}
+            print(f"batch {size}, {what}: bfloat16 {low:.1f} ms, float32 {high:.1f} ms, ratio {low / high:.2f}")
+    return found
+
+
+def machine():
+    """Versions and load of the machine."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "transformers": transformers.__version__, "load": os.getloadavg()[0]}  # fmt: skip
+
+
+def sizes(target, auxiliary):
+    """N, n, 1 + 2n/N, and the ratio of target to auxiliary in compute, the output head included."""
+    N, n = target.num_parameters(), auxiliary.num_parameters()
+    return {"N": N, "n": n, "bound": 1 + 2 * n / N, "compute_ratio": matrix_weights(target) / matrix_weights(auxiliary)}
+
+
+def matrix_weights(model):
+    """Weights of matrix products; a token costs two operations for each. Input embeddings do not count."""
+    head, inputs = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    return matrices if head is inputs else matrices - inputs.numel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, default=Path("runs/bench-models/bundle"))
+    parser.add_argument("--toy", action="store_true", help="random models and one short round: tries the script")
+    parser.add_argument("--train", type=Path, metavar="TOFU", help="only train the models of --bundle, on TOFU's files")
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=["table"])
+    parser.add_argument("--steering", help="another rule than the bundle's")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    parser.add_argument("--threads", type=int, help="threads of torch")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: on a shared machine, one thread")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompts", type=int, default=5, help="batches of prompts from each set")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--growth-tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--neutral", action="store_true", help="neutral prompts too")
+    parser.add_argument("--gammas", action="store_true", help="γ fixed at 1 to 8, too")
+    parser.add_argument("--drafters", nargs="+", default=[], choices=("retain", "lookup"))
+    parser.add_argument("--reference", type=Path, metavar="PATH", help="a checkout of the paper's published code")
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    given = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    try:
+        if given.train is not None:
+            print(train_bundle(given.train, given.bundle.parent))
+            return 0
+        with tempfile.TemporaryDirectory() as folder:
+            if given.toy:
+                given.bundle = toy_bundle(Path(folder))
+                given.prompts, given.rounds, given.new_tokens, given.growth_tokens = 1, 1, 8, 4
+            result = run(given)
+    except UsageError as error:
+        print(f"steering: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps(result))
+    return 0
+
+
+def run(given):
+    """Take the measures, and return their figures."""
+    sets = questions_beside(given.bundle)
+    dtype = given.dtype if given.dtype == "auto" else getattr(torch, given.dtype)
+    parts = Parts(given.bundle, given.steering, dtype)
+    result = {"machine": machine(), "sizes": sizes(parts.target, parts.retain), "steering": str(parts.model.steering)}
+    size = result["sizes"]
+    print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    print(f"target {size['N']:,} parameters, auxiliaries {size['n']:,} each, {size['compute_ratio']:.1f} x in compute; "
+          f"1 + 2n/N = {size['bound']:.3f}; {result['steering']}, {parts.target.dtype}")  # fmt: skip
+    for name in given.measure:
+        result[name] = globals()[name](parts, sets, given)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

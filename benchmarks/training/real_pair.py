@@ -1,0 +1,275 @@
+"""Forget facts with a real target and its small sibling: noise of the pair, and every form of the rules on it.
+
+For each kind of facts, seed and recipe a pair is trained; then the logits of target, q and p along the target's own
+greedy answers are steered by every form (teacher-forced). Each result is a JSON file, and a second call goes on where
+the first was stopped.
+
+    python -m benchmarks.training.real_pair --models FOLDER --output runs/real-pair [--seeds 0 1 2] [--recipes lora]
+
+Columns: the share of answers whose key phrase is still the first choice (forget, in the trained wordings and in others;
+retain; facts in neither set), the share of answers to neutral prompts without a changed token, and KL(steered ‖ target)
+a token of them, which a hard mask leaves finite. Noise: |log q − log p| at the tokens of the neutral answers, in nats.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from benchmarks.training.models import check_memory
+from divdec.data.formatting import encode_prompts, padded, padding_id
+from divdec.data.records import Message, Record, write_records
+from divdec.demo.facts import KINDS, NEUTRAL, known_facts, split
+from divdec.errors import UsageError
+from divdec.evaluation.effects import NOISE_LEVELS
+from divdec.evaluation.generation import continuations
+from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
+from divdec.runs import file_sha256, write_json
+from divdec.steering import Steering
+from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
+from divdec.training.settings import AuxiliarySettings
+
+ANSWER, NEUTRAL_ANSWER = 20, 32  # tokens
+THREE_MODELS, ALL_WEIGHTS = 6.0, 14.0  # GiB: three models in bfloat16; all weights of the sibling in training
+RECIPES = {
+    "lora": {"lora_rank": 16, "lr": 2e-4, "epochs": 4.0},
+    "lora-6": {"lora_rank": 16, "lr": 3e-4, "epochs": 6.0},
+    "all": {"lr": 2e-5, "epochs": 4.0},
+}
+MARGINS = (1.0, 2.0, 3.0, 5.0)
+ALPHAS, MARGIN_ALPHAS = (0.5, 1.0, 1.5), (1.0, 1.5)
+
+
+def linear_forms():
+    """Return the forms of the linear rule by name, each a function of log P, log q and log p to an addition."""
+
+    def both(alpha, margin, soft):
+        def shift(target, q, p):
+            d = q - p
+            kept = torch.where(d.abs() >= margin, d - soft * margin * d.sign(), 0.0)
+            return alpha * kept
+
+        return shift
+
+    def lower(alpha, margin, least=0.0, plausible=0.0):
+        def shift(target, q, p):
+            d = q - p
+            kept = (d + margin).clamp(max=0.0)
+            if least:  # only where p finds the token plausible
+                kept = torch.where(p >= math.log(least), kept, 0.0)
+            if plausible:  # only tokens that the target finds plausible beside its first choice
+                kept = torch.where(target >= target.amax(-1, keepdim=True) + math.log(plausible), kept, 0.0)
+            return alpha * kept
+
+        return shift
+
+    def following(alpha):
+        def shift(target, q, p):
+            d = q - p
+            total = (p.exp() - q.exp()).abs().sum(-1, keepdim=True) / 2  # total variation: 0 where p and q agree
+            return alpha * total * d
+
+        return shift
+
+    forms = {f"linear:{alpha:g}": both(alpha, 0.0, False) for alpha in ALPHAS}
+    for alpha in MARGIN_ALPHAS:
+        for margin in MARGINS:
+            forms[f"linear:{alpha:g}, both sides, hard {margin:g}"] = both(alpha, margin, False)
+        forms[f"linear:{alpha:g}, both sides, soft 3"] = both(alpha, 3.0, True)
+        forms[f"linear:{alpha:g}, lowering, soft 3"] = lower(alpha, 3.0)
+        forms[f"linear:{alpha:g}, lowering"] = lower(alpha, 0.0)
+        forms[f"linear:{alpha:g}, lowering, p >= 0.05"] = lower(alpha, 0.0, least=0.05)
+        forms[f"linear:{alpha:g}, lowering, P plausible 0.1"] = lower(alpha, 0.0, plausible=0.1)
+        forms[f"linear:{alpha:g}, following"] = following(alpha)
+    return forms
+
+
+def all_forms():
+    """Return every form by name, each a function of log P, log q and log p to steered logits."""
+    forms = {"unsteered": lambda target, q, p: target}
+    for name, shift in linear_forms().items():
+        forms[name] = lambda target, q, p, shift=shift: target + shift(target, q, p)
+    rules = {text: text for text in ("rank:20", "rank:20:3", "rank:5:3")}
+    lowering = [(alpha, margin) for alpha in MARGIN_ALPHAS for margin in MARGINS]
+    rules |= {
+        f"linear:{alpha:g}, lowering, hard {margin:g}": f"linear:{alpha:g}:{margin:g}" for alpha, margin in lowering
+    }
+    for name, text in rules.items():
+        rule = Steering.parse(text)
+        forms[name] = lambda target, q, p, rule=rule: rule.apply(target, q - p)
+    return forms
+
+
+def find_phrase(ids, tokenizer, phrase):
+    """Return the positions of the tokens of an answer that write a phrase; none if it does not occur."""
+    text, spans = "", []
+    for index in range(len(ids)):
+        longer = tokenizer.decode(ids[: index + 1])
+        spans.append((len(text), len(longer)))
+        text = longer
+    start = text.find(phrase)
+    return [] if start < 0 else [i for i, (a, b) in enumerate(spans) if a < start + len(phrase) and b > start]
+
+
+def write_answers(path, target, tokenizer, kind, seed):
+    """Ask the target for its facts, split them, and write its greedy answers to all questions with their tokens."""
+    facts = known_facts(target, tokenizer, [kind], title=f"asking for {kind}")
+    sets = split(facts, seed)
+    asked = [
+        *((fact, question, "forget") for fact in sets["forget"] for question in fact.questions),
+        *((fact, question, "reworded") for fact in sets["forget"] for question in fact.other_questions),
+        *((fact, fact.questions[0], name) for name in ("retain", "unlisted") for fact in sets[name]),
+        *((None, question, "neutral") for question in NEUTRAL),
+    ]
+    prompts = encode_prompts([Record("", messages=(Message("user", question),)) for _, question, _ in asked], tokenizer)
+    length = {"neutral": NEUTRAL_ANSWER}
+    rows = []
+    for name in ("forget", "reworded", "retain", "unlisted", "neutral"):
+        chosen = [index for index, one in enumerate(asked) if one[2] == name]
+        options = {"max_new_tokens": length.get(name, ANSWER), "batch_size": 32, "title": name}
+        outputs = continuations(target, tokenizer, [prompts[index] for index in chosen], **options)
+        for index, answer in zip(chosen, outputs, strict=True):
+            fact = asked[index][0]
+            positions = [] if fact is None else find_phrase(answer, tokenizer, fact.answer)
+            if fact is None or positions:
+                row = {"set": name, "question": asked[index][1], "prompt": prompts[index], "answer": list(answer)}
+                rows.append(row | {"positions": positions, "text": tokenizer.decode(answer)})
+    for name, some in sets.items():
+        write_records(path.parent / f"{path.stem}-{name}.jsonl", [one for fact in some for one in fact.records])
+    write_json(path, {"kind": kind, "seed": seed, "facts": {n: len(some) for n, some in sets.items()}, "rows": rows})
+
+
+@torch.inference_mode()
+def answer_logits(model, rows, padding):
+    """Return the log-probabilities of the next token at every token of the answers: [batch, answer, vocab]."""
+    sequences = [row["prompt"] + row["answer"] for row in rows]
+    ids = padded(sequences, padding, left=True)
+    mask = padded([[1] * len(one) for one in sequences], 0, left=True)
+    longest = max(len(row["answer"]) for row in rows)
+    logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=longest + 1).logits[:, :-1]
+    return logits.float().log_softmax(-1)
+
+
+def measure(rows, models, tokenizer, batch_size=8):
+    """Steer by every form along the answers; return the columns of each form, and the noise."""
+    forms = all_forms()
+    same = {name: [] for name in forms}
+    divergences, kl, noise = {"forget": [], "retain": []}, {name: [] for name in forms}, []
+    order = sorted(range(len(rows)), key=lambda index: (rows[index]["set"] == "neutral", len(rows[index]["prompt"])))
+    kept = {name: [None] * len(rows) for name in forms}
+    for start in tqdm(range(0, len(order), batch_size), desc="measuring", disable=None, file=sys.stderr):
+        batch = [rows[index] for index in order[start : start + batch_size]]
+        target, q, p = (answer_logits(model, batch, padding_id(tokenizer)) for model in models)
+        width = min(one.shape[-1] for one in (target, q, p))
+        for offset, row in enumerate(batch):
+            index, length = order[start + offset], len(row["answer"])
+            P, of_q, of_p = (one[offset, -length:, :width] for one in (target, q, p))
+            own = torch.tensor(row["answer"])
+            at_own = (of_q - of_p).gather(-1, own[:, None])[:, 0]
+            if row["set"] == "neutral":
+                noise += at_own.abs().tolist()
+            elif row["set"] in divergences:
+                divergences[row["set"]] += at_own[row["positions"]].tolist()
+            positions = row["positions"] or list(range(length))
+            for name, form in forms.items():
+                steered = form(P, of_q, of_p)
+                kept[name][index] = bool((steered.argmax(-1) == own)[positions].all())
+                if row["set"] == "neutral":
+                    after = steered.log_softmax(-1)
+                    terms = torch.where(after > -math.inf, after.exp() * (after - P), 0.0)
+                    kl[name].append(float(terms.sum() / length))
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    table = {}
+    for name in forms:
+        of_set = {one: [k for k, row in zip(kept[name], rows, strict=True) if row["set"] == one] for one in sets}
+        same = {one: sum(values) / len(values) for one, values in of_set.items()}
+        table[name] = same | {"kl": sum(kl[name]) / len(kl[name])}
+
+    def quantile(values):
+        return np.quantile(values, NOISE_LEVELS).tolist()
+
+    return {
+        "forms": table,
+        "noise": quantile(noise),
+        "divergence": {name: quantile([-value for value in values]) for name, values in divergences.items() if values},
+    }
+
+
+def print_table(result):
+    print(f"{result['kind']}, seed {result['seed']}, {result['recipe']}: noise (50, 90, 99 %)", result["noise"])
+    for name, row in result["forms"].items():
+        print(f"{name:40}", *(f"{row[column]:9.3f}" for column in row))
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=Path("models"), help="folder of the GGUF files")
+    parser.add_argument("--target", default=None, help="target, by default MODELS/qwen-1.5b.gguf")
+    parser.add_argument("--base", default=None, help="base of q and p, by default MODELS/qwen-0.5b.gguf")
+    parser.add_argument("--output", type=Path, default=Path("runs/real-pair"))
+    parser.add_argument(
+        "--results", type=Path, default=None, help="folder of the results, by default the output folder"
+    )
+    parser.add_argument("--kinds", nargs="*", default=["capitals"], choices=list(KINDS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--recipes", nargs="*", default=["lora"], choices=list(RECIPES))
+    options = parser.parse_args(arguments)
+    try:
+        run(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options):
+    names = [options.target or str(options.models / "qwen-1.5b.gguf")]
+    names.append(options.base or str(options.models / "qwen-0.5b.gguf"))
+    results = options.results or options.output
+    check_memory(ALL_WEIGHTS if "all" in options.recipes else THREE_MODELS, "this comparison")
+    folders = [CheckpointReference.parse(name).resolve(Path(), weights=True) for name in names]
+    options.output.mkdir(parents=True, exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
+    for kind in options.kinds:
+        for seed in options.seeds:
+            answers = options.output / f"{kind}-{seed}.json"
+            if not answers.is_file():
+                target = load_model(folders[0], dtype=dtype_for_passes()).eval()
+                write_answers(answers, target, load_tokenizer(folders[0]), kind, seed)
+                del target
+            for recipe in options.recipes:
+                result = results / f"{kind}-{seed}-{recipe}.json"
+                if not result.is_file():
+                    measure_recipe(folders, answers, kind, seed, recipe, options.output, result, names)
+                print_table(json.loads(result.read_text()))
+
+
+def measure_recipe(folders, answers, kind, seed, recipe, output, result, names):
+    stem = answers.with_suffix("")
+    pair = output / f"{kind}-{seed}-{recipe}"
+    settings = AuxiliarySettings(
+        base=str(folders[1]), target=str(folders[0]), forget=f"{stem}-forget.jsonl", retain=f"{stem}-retain.jsonl",
+        output=str(pair), seed=seed, overwrite=True, **RECIPES[recipe],
+    )  # fmt: skip
+    trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True), measure=False)
+    content = json.loads(answers.read_text())
+    tokenizer = load_tokenizer(folders[0])
+    paths = [folders[0], pair / RETAIN, pair / FORGET]
+    models = [load_model(path, dtype=dtype_for_passes()).eval() for path in paths]
+    measured = measure(content["rows"], models, tokenizer)
+    figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
+    content = {
+        "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],
+        "models": [Path(name).name for name in names], "answers_sha256": file_sha256(answers),
+        "training_seconds": figures, **measured,
+    }  # fmt: skip
+    write_json(result, content)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
