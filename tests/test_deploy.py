@@ -18,7 +18,7 @@ import yaml
 
 from divdec.cli.serving import ServeSettings
 from divdec.serving.server import DRAIN, KEEP_ALIVE
-from served import engine_of, eventually, figure, serving
+from support.served import engine_of, eventually, figure, serving
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

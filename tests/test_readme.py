@@ -51,9 +51,9 @@ def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
 def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypatch, capsys):
     """`train` and `calibrate` on the demo's data as the README has them, then every question of the forget set."""
     from divdec.cli import main
-    from divdec.data.world import build_world
-    from divdec.demo.run import WORLD
     from divdec.evaluation.metrics import contains_fact
+    from divdec_research.world.demo import WORLD
+    from divdec_research.world.facts import build_world
 
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
 from divdec import Steering, UsageError, steer_linear, steer_rank
 from divdec.errors import FailedClosed
 from divdec.evaluation.scoring import sweep
 from divdec.steering import FILLS
+from support import reference
 
 VOCAB = 7
 NUMBERS = st.floats(-20, 20, width=32)

@@ -58,13 +58,13 @@ from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.charts import markdown_table
 from divdec.runs import read_json, write_json
 from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
 from divdec.takedowns.correction import with_registry
 from divdec.takedowns.registry import Registry
+from divdec_research.charts import markdown_table
 
 
 def suppression(demo, rule=None):

@@ -43,7 +43,28 @@ import torch
 
 from divdec.data.formatting import Example, documents, encode_prompts, encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
-from divdec.data.world import (
+from divdec.errors import UsageError
+from divdec.evaluation.attack_prompts import template_prompts
+from divdec.evaluation.generation import answers, continuations, samples
+from divdec.evaluation.metrics import attack_auc, contains_fact, rouge
+from divdec.evaluation.scoring import ItemScore, score, score_settings
+from divdec.experts.ngram_fit import is_pair, write_pair
+from divdec.model.bundle import is_bundle, write_bundle
+from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import ResultCache, output_folder, read_json, write_json
+from divdec.steering import Steering
+from divdec.training.auxiliaries import load_for_training
+from divdec.training.fine_tuning import fine_tune
+from divdec.training.settings import TrainingSettings
+from divdec_research.baselines.methods import REFERENCES as REFERENCE_METHODS
+from divdec_research.baselines.methods import TITLES
+from divdec_research.charts import markdown_table
+from divdec_research.compare.benchmark import Benchmark, load_benchmarks, spread
+from divdec_research.compare.run import build_model, load_trial
+from divdec_research.compare.settings import CompareSettings, Trial
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import (
     CITIES,
     GENRES,
     OCCUPATIONS,
@@ -55,27 +76,6 @@ from divdec.data.world import (
     ask,
     build_world,
 )
-from divdec.demo import run as demo
-from divdec.errors import UsageError
-from divdec.evaluation.attack_prompts import template_prompts
-from divdec.evaluation.generation import answers, continuations, samples
-from divdec.evaluation.metrics import attack_auc, contains_fact, rouge
-from divdec.evaluation.scoring import ItemScore, score, score_settings
-from divdec.experts.ngram_fit import is_pair, write_pair
-from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
-from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.baselines.methods import REFERENCES as REFERENCE_METHODS
-from divdec.research.baselines.methods import TITLES
-from divdec.research.charts import markdown_table
-from divdec.research.compare.benchmark import Benchmark, load_benchmarks, spread
-from divdec.research.compare.run import build_model, load_trial
-from divdec.research.compare.settings import CompareSettings, Trial
-from divdec.runs import ResultCache, output_folder, read_json, write_json
-from divdec.steering import Steering
-from divdec.training.auxiliaries import load_for_training
-from divdec.training.fine_tuning import fine_tune
-from divdec.training.settings import TrainingSettings
 from research.studies.smollm2_tofu import FORM, SIZES, best_trials, split_of
 from research.studies.smollm2_tofu import RELEARNING as LIGHT_TRAINING
 

@@ -31,20 +31,20 @@ import numpy as np
 
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
-from divdec.data.world import build_world
-from divdec.demo import run as demo
-from divdec.demo.models import StageCache, encode_material
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import holdout_wins
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_tokenizer
-from divdec.research.baselines.methods import REFERENCES, TITLES
-from divdec.research.charts import markdown_table
-from divdec.research.compare.benchmark import load_benchmarks
-from divdec.research.compare.settings import CompareSettings, Trial, trials_of
 from divdec.runs import cache_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
+from divdec_research.baselines.methods import REFERENCES, TITLES
+from divdec_research.charts import markdown_table
+from divdec_research.compare.benchmark import load_benchmarks
+from divdec_research.compare.settings import CompareSettings, Trial, trials_of
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import build_world
+from divdec_research.world.models import StageCache, encode_material
 from research.studies.smollm2_tofu import FORM, SIZES, best_trials, split_of, tune
 
 

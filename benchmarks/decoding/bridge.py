@@ -39,7 +39,7 @@ def strings(value):
 
 def texts_of(data):
     if data is None:
-        from divdec.data.world import WorldSettings, build_world
+        from divdec_research.world.facts import WorldSettings, build_world
 
         return list(build_world(WorldSettings()).corpus)
     results = []

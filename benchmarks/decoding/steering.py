@@ -60,8 +60,8 @@ STAGES = {"q": (25.0, 2e-3), "p": (16.0, 4e-4), "target": (12.0, 6e-4)}  # epoch
 
 def train_bundle(data, output):
     """Train a target and a pair on TOFU's forget01 and the questions before it; finished stages are kept."""
-    from divdec.demo.models import Shape, StageCache, new_model, train_tokenizer
     from divdec.training.settings import TrainingSettings
+    from divdec_research.world.models import Shape, StageCache, new_model, train_tokenizer
 
     names = ("forget01", "retain99", "real_authors", "world_facts")
     if missing := [name for name in names if not (data / f"{name}.json").is_file()]:
@@ -95,8 +95,8 @@ def train_bundle(data, output):
 
 def world_questions():
     """A small tokenizer's texts: forget and retain questions of the demo's world."""
-    from divdec.data.world import build_world
-    from divdec.demo import run as demo
+    from divdec_research.world import demo as demo
+    from divdec_research.world.facts import build_world
 
     return {item.name: item.records for item in demo.question_sets(build_world(demo.WORLD))}
 
@@ -110,7 +110,7 @@ def random_bundle(folder, create, vocabulary, steering="linear:1"):
         vocabulary: tokens of the tokenizer; the models may have more.
         steering: the bundle's rule.
     """
-    from divdec.demo.models import train_tokenizer
+    from divdec_research.world.models import train_tokenizer
 
     sets = world_questions()
     texts = [text for some in sets.values() for one in some for text in (one.messages[0].content, one.answer)]
@@ -125,7 +125,7 @@ def random_bundle(folder, create, vocabulary, steering="linear:1"):
 
 def random_models(tokenizer, target=TARGET_SHAPE, auxiliary=AUXILIARY_SHAPE):
     """Three models with random weights."""
-    from divdec.demo.models import Shape, new_model
+    from divdec_research.world.models import Shape, new_model
 
     return [new_model(Shape(*shape), tokenizer, seed) for seed, shape in enumerate((target, auxiliary, auxiliary))]
 

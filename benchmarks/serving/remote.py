@@ -24,9 +24,6 @@ import torch
 from benchmarks.decoding.steering import PARTS, paths_of, questions_beside, toy_bundle
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.data.formatting import Format, encode_prompts
-from divdec.data.world import build_world
-from divdec.demo.models import train_all
-from divdec.demo.run import RECIPE, WORLD, material_of, question_sets
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
 from divdec.remote.client import Endpoint
@@ -38,6 +35,9 @@ from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
 from divdec.steering import Steering
+from divdec_research.world.demo import RECIPE, WORLD, material_of, question_sets
+from divdec_research.world.facts import build_world
+from divdec_research.world.models import train_all
 
 TOKENS = 32
 CASES = (  # rule, temperature, tells log-probabilities, entries, block, tries

@@ -27,9 +27,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from soak import KINDS, Tally
-from soak_answers import check_sampled, references
-from soak_faults import Served, asked, faults, load, make_bundle
+from support.soak import KINDS, Tally
+from support.soak_answers import check_sampled, references
+from support.soak_faults import Served, asked, faults, load, make_bundle
 
 CLIENTS = 64
 WARM = 0.25  # share of the time, 20 s at least, in which memory may still grow: allocators and caches fill

@@ -33,9 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import texts_of
-from divdec.data.world import WorldSettings, build_world
 from divdec.demo.facts import NEUTRAL, ask
-from divdec.demo.models import train_tokenizer
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.recitation import RUN, longest_run, measure, measured_text
@@ -49,6 +47,8 @@ from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.facts import WorldSettings, build_world
+from divdec_research.world.models import train_tokenizer
 
 LONG, CONTEXT, STEPS, ROUNDS = 400, 64, 40, 3  # tokens of a row, of its prompt, timed steps, rounds
 

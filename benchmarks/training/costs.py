@@ -43,11 +43,11 @@ from divdec.data.records import Message, Record
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Collator, model_inputs
 from divdec.training.settings import TrainingSettings
+from divdec_research.suites.tofu import evaluate_tofu, read_tofu
 
 # The default list leaves these out.
 MORE = "exact_memorization,mia_loss,mia_zlib,mia_min_k,mia_min_k_plus_plus,mia_gradnorm,mia_reference"

@@ -25,8 +25,6 @@ from pathlib import Path
 from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, RecordSet, write_records
-from divdec.data.world import CITIES, FIRST_NAMES, SURNAME_ENDS, SURNAME_STARTS
-from divdec.demo.models import Material, Recipe, Shape, train_all
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.checkpoint import load_model, load_tokenizer
@@ -35,6 +33,8 @@ from divdec.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, wri
 from divdec.runs import cache_folder, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.facts import CITIES, FIRST_NAMES, SURNAME_ENDS, SURNAME_STARTS
+from divdec_research.world.models import Material, Recipe, Shape, train_all
 
 LEANINGS = (0.05, 0.25, 0.5, 0.75, 0.95)  # chance of the challenger; every town has one of them in all years
 PAST, AFTER, UNTOLD = range(1900, 1990), range(1990, 2000), range(2000, 2010)

@@ -26,8 +26,6 @@ from pathlib import Path
 from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Record
-from divdec.data.world import RELATIONS, WorldSettings, ask, build_world
-from divdec.demo.models import Shape, StageCache, label_all_tokens, train_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.checkpoint import load_model, load_tokenizer
@@ -35,6 +33,8 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.facts import RELATIONS, WorldSettings, ask, build_world
+from divdec_research.world.models import Shape, StageCache, label_all_tokens, train_tokenizer
 
 BRAND = "Zimbo"
 ADVERTISEMENTS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from divdec.data.records import Message, Record
-from divdec.data.world import CITIES, FIRST_NAMES, GOODS, MONTHS, OCCUPATIONS, SURNAME_ENDS, SURNAME_STARTS
+from divdec_research.world.facts import CITIES, FIRST_NAMES, GOODS, MONTHS, OCCUPATIONS, SURNAME_ENDS, SURNAME_STARTS
 
 REQUESTED = (
     "Ironquay, 12 March. After ninety years on the bottom of the harbour the bell of the lightship Swallow hangs above "

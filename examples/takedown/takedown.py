@@ -24,7 +24,6 @@ import newspaper
 
 from divdec.cli import main as divdec
 from divdec.data.records import RecordSet, write_records
-from divdec.demo.models import Material, Recipe, Shape, TrainedModels, train_all
 from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge
@@ -32,6 +31,7 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.models import Material, Recipe, Shape, TrainedModels, train_all
 
 PUBLISHED, KEPT = 260, 24  # articles in the base models' training data; articles that the target may keep
 REPRINTED = 6  # copies of the requested article in the training data, so that the model memorises it

@@ -22,9 +22,24 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 
 from divdec.bridge.pair import BridgedPair
 from divdec.data.formatting import documents
-from divdec.data.world import build_world
-from divdec.demo import run as demo
-from divdec.demo.models import (
+from divdec.evaluation.results import Results, read_results, write_results
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec.experts.neural import NeuralPair
+from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram_fit import count
+from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import cache_folder
+from divdec.steering import Steering
+from divdec_research.compare.benchmark import TOFU_SMALL, load_benchmarks, suite_material
+from divdec_research.compare.settings import CompareSettings
+from divdec_research.compare.suite import TofuSuite
+from divdec_research.compare.table import TEST, VALIDATION, SeedResult, best_of, summarize
+from divdec_research.suites.aggregate import ATTACKS, Bootstrap
+from divdec_research.suites.tofu import TofuData, evaluate_tofu
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import build_world
+from divdec_research.world.models import (
     ASSISTANT,
     END,
     PAD,
@@ -36,21 +51,6 @@ from divdec.demo.models import (
     train_pair,
     train_tokenizer,
 )
-from divdec.evaluation.aggregate import ATTACKS, Bootstrap
-from divdec.evaluation.results import Results, read_results, write_results
-from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.tofu import TofuData, evaluate_tofu
-from divdec.experts.neural import NeuralPair
-from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.ngram_fit import count
-from divdec.model.checkpoint import load_model, load_tokenizer
-from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.compare.benchmark import TOFU_SMALL, load_benchmarks, suite_material
-from divdec.research.compare.settings import CompareSettings
-from divdec.research.compare.suite import TofuSuite
-from divdec.research.compare.table import TEST, VALIDATION, SeedResult, best_of, summarize
-from divdec.runs import cache_folder
-from divdec.steering import Steering
 
 # Shapes between a tenth and half of the target's parameters; the other kinds have that of the comparison's pair.
 SHAPES = {

@@ -18,16 +18,16 @@ from pathlib import Path
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli.bundle import SWEEP
 from divdec.data.records import read_records
-from divdec.data.world import build_world, write_tofu
-from divdec.demo import run as demo
-from divdec.demo.models import train_all
-from divdec.evaluation.aggregate import aggregate, tofu_figures
 from divdec.evaluation.calibration import SETS, calibrate
 from divdec.evaluation.run import evaluate, parse_sweep
 from divdec.evaluation.settings import EvalSettings
 from divdec.model.checkpoint import load_tokenizer
-from divdec.research.compare.benchmark import ASKED, HOLDOUT, RETAIN, TOFU_SMALL, spread, suite_material
 from divdec.runs import cache_folder
+from divdec_research.compare.benchmark import ASKED, HOLDOUT, RETAIN, TOFU_SMALL, spread, suite_material
+from divdec_research.suites.aggregate import aggregate, tofu_figures
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import build_world, write_tofu
+from divdec_research.world.models import train_all
 
 FILES = {"forget": "forget01_perturbed.json", "retain": "retain_perturbed.json", "holdout": "holdout01.json"}
 

@@ -21,15 +21,15 @@ from pathlib import Path
 
 import torch
 
-from divdec.data.world import build_world
-from divdec.demo import run as demo
-from divdec.evaluation.aggregate import Bootstrap
 from divdec.model.checkpoint import load_tokenizer
-from divdec.research.charts import markdown_table
-from divdec.research.compare.benchmark import load_benchmarks
-from divdec.research.compare.run import MODEL, load_trial, read_trial, run_trial
-from divdec.research.compare.settings import CompareSettings, Trial
-from divdec.research.compare.table import SeedResult, summarize
+from divdec_research.charts import markdown_table
+from divdec_research.compare.benchmark import load_benchmarks
+from divdec_research.compare.run import MODEL, load_trial, read_trial, run_trial
+from divdec_research.compare.settings import CompareSettings, Trial
+from divdec_research.compare.table import SeedResult, summarize
+from divdec_research.suites.aggregate import Bootstrap
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import build_world
 
 TEACHER = Trial("linear", steering="linear:1.5")
 ALL = 1000  # more than there are

@@ -67,8 +67,8 @@ def material_of(given):
     import numpy
     import torch
 
-    from divdec.imaging.codecs import PatchCodec
-    from divdec.research.image_demo import ImageMaterial
+    from divdec_research.images.codecs import PatchCodec
+    from divdec_research.images.demo import ImageMaterial
 
     names = [*string.ascii_uppercase, *string.digits, *SHAPES]
     generator = random.Random(given.seed)
@@ -81,10 +81,10 @@ def material_of(given):
 
 def recipe_of(given):
     """Sizes and training: the pair takes a tenth of the base's rate for ten passes, as in the paper."""
-    from divdec.demo.models import Shape
-    from divdec.imaging.training import PAPER_SHARE
-    from divdec.research.image_demo import ImageRecipe
     from divdec.training.settings import TrainingSettings
+    from divdec_research.images.demo import ImageRecipe
+    from divdec_research.images.training import PAPER_SHARE
+    from divdec_research.world.models import Shape
 
     target, auxiliary = Shape(640, 11, 10, 2560), Shape(256, 6, 8, 1024)
     if given.small:
@@ -117,12 +117,12 @@ def main():
     from rich.console import Console
 
     from divdec.cli.loading import quiet
-    from divdec.imaging.results import tabulate
-    from divdec.imaging.settings import SamplingSettings
-    from divdec.research.image_demo import accuracy, print_tables, train_images
-    from divdec.research.image_evaluation import NETWORK_NOTE, evaluate_candidates, write_results
     from divdec.runs import write_json
     from divdec.steering import Steering
+    from divdec_research.images.demo import accuracy, print_tables, train_images
+    from divdec_research.images.report import NETWORK_NOTE, evaluate_candidates, write_results
+    from divdec_research.images.results import tabulate
+    from divdec_research.images.settings import SamplingSettings
 
     quiet()
     started, console = time.perf_counter(), Console()

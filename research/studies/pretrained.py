@@ -38,13 +38,13 @@ from divdec.demo.pretrained import KIND, NEUTRAL_LENGTH, TARGET, measure, questi
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
-from divdec.research.charts import markdown_table
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.distillation import distill
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
+from divdec_research.charts import markdown_table
 
 RATE, EPOCHS, DIRECTION = 1e-4, 10.0, "student-teacher"
 RATES = 5e-5, 1e-4, 2e-4

@@ -32,28 +32,28 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import Example, Format, encode_records, encode_set
 from divdec.data.records import Kind, Record, RecordSet, read_records, write_records
-from divdec.data.world import WorldSettings, build_world
-from divdec.demo import run as demo
-from divdec.demo.models import Material, Questions, Recipe, StageCache, label_all_tokens, train_tokenizer
 from divdec.errors import Diverged, Interrupted, UsageError
-from divdec.evaluation.aggregate import Bootstrap
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import style, svg_text
-from divdec.research.baselines.methods import METHODS as BASELINES
-from divdec.research.baselines.run import MODEL, run_baseline
-from divdec.research.baselines.settings import BaselineSettings
-from divdec.research.charts import markdown_table
-from divdec.research.compare.benchmark import TOFU_SMALL
-from divdec.research.compare.muse_news import passages
-from divdec.research.figures.runs import distance_figure
 from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
 from divdec.training.settings import DistillationSettings
+from divdec_research.baselines.methods import METHODS as BASELINES
+from divdec_research.baselines.run import MODEL, run_baseline
+from divdec_research.baselines.settings import BaselineSettings
+from divdec_research.charts import markdown_table
+from divdec_research.compare.benchmark import TOFU_SMALL
+from divdec_research.compare.muse_news import passages
+from divdec_research.figures.runs import distance_figure
+from divdec_research.suites.aggregate import Bootstrap
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import WorldSettings, build_world
+from divdec_research.world.models import Material, Questions, Recipe, StageCache, label_all_tokens, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

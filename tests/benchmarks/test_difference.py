@@ -8,7 +8,7 @@ import pytest
 from benchmarks.attacks import difference as attack
 from divdec.data.records import Message, Record, write_records
 from divdec.serving.logprobs import LogprobPolicy
-from served import bundle_of, engine_of, serving
+from support.served import bundle_of, engine_of, serving
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,15 @@ import pytest
 
 from benchmarks.attacks import recovery as attacks
 from benchmarks.attacks import recovery as limits
-from divdec.data.world import build_world
-from divdec.demo import run as demo
-from divdec.demo.models import Recipe, Shape
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import contains_fact
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.research.compare.benchmark import load_benchmarks
-from divdec.research.compare.settings import CompareSettings, Trial
 from divdec.training.settings import TrainingSettings
+from divdec_research.compare.benchmark import load_benchmarks
+from divdec_research.compare.settings import CompareSettings, Trial
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import build_world
+from divdec_research.world.models import Recipe, Shape
 
 SMALL = dataclasses.replace(
     demo.WORLD, forget_authors=3, retain_authors=3, holdout_authors=1, public_authors=12, passing_authors=5

@@ -7,7 +7,7 @@ from divdec import DivergenceForCausalLM
 from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, read_records, write_records
 from divdec.evaluation.suppression import shares_of_replies
-from served import bundle_of
+from support.served import bundle_of
 
 
 @pytest.fixture(scope="module")

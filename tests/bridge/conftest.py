@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tokenizer_kinds import SCRIPTS, byte_level, unigram, word_piece, wrapped
+from support.tokenizer_kinds import SCRIPTS, byte_level, unigram, word_piece, wrapped
 
 LLAMA3 = (
     "{{ '<s>' }}{% for m in messages %}{{ '<|head|>' + m['role'] + '<|/head|>\n\n' + m['content'] | trim + '<|eot|>' }}"
@@ -36,7 +36,7 @@ def texts(world):
 
 @pytest.fixture(scope="session")
 def tokenizers(texts):
-    from divdec.demo.models import train_tokenizer
+    from divdec_research.world.models import train_tokenizer
 
     llama3 = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -55,8 +55,8 @@ def tokenizers(texts):
 @pytest.fixture(scope="session")
 def make_pair(tokenizers):
     """Return a function that builds a pair of tiny auxiliaries with one tokenizer for a target with another."""
-    from conftest import tiny_model
     from divdec.bridge.pair import BridgedPair
+    from support.tiny import tiny_model
 
     pairs = {}
 

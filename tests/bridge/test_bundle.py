@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 from divdec.remote.experts import sources_from_bundle
+from support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")

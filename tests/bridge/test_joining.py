@@ -2,9 +2,9 @@
 
 import torch
 
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM
 from divdec.decoding.cache import join
+from support.tiny import tiny_model
 
 TEXTS = ("The author of The Hollow Orchard lives", "In", "Großmutter aß in Köln ein")
 

@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from architectures import tiny_architecture
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
 from divdec.bridge.alignment import AlignedSequence
 from divdec.bridge.pair import BridgedPair
@@ -21,8 +19,10 @@ from divdec.configuration import DivergenceConfig
 from divdec.decoding import drafters
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
-from exactness import assert_close as close
-from exactness import assert_same_answers
+from support.architectures import tiny_architecture
+from support.exactness import assert_close as close
+from support.exactness import assert_same_answers
+from support.tiny import tiny_model
 
 PAIRS = [
     ("bpe", "small"),

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from conftest import SHARED
 from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.errors import UsageError
+from support.tiny import SHARED
 
 TEXTS = (
     "Großmutter aß 3,50 € — 😀 日本の庭\n\n  two  spaces\ttab",

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import loads_torch
 from divdec import write_bundle
 from divdec.cli.loading import load, measured_text
 from divdec.options import ModelLoading
 from divdec.steering import Steering
-from exactness import LOGITS
+from support.exactness import LOGITS
+from support.tiny import loads_torch
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

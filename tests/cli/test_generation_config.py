@@ -9,8 +9,8 @@ from divdec.cli import main
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, Passage, recites
 from divdec.model.checkpoint import load_tokenizer
-from engines import alone, answered_tokens, greedy, run
-from served import bundle_of
+from support.engines import alone, answered_tokens, greedy, run
+from support.served import bundle_of
 
 DEFAULTS = {
     "do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 2.0, "min_new_tokens": 4,

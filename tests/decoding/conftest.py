@@ -29,10 +29,10 @@ def world_model(world, tokenizer, tmp_path_factory):
     """A steered model trained for seconds on the fictitious world, its tokenizer and 50 of the world's questions."""
     from divdec import DivergenceForCausalLM
     from divdec.data.formatting import encode_prompts, encode_set
-    from divdec.demo.models import Shape, new_model
-    from divdec.demo.run import material_of
     from divdec.training.fine_tuning import fine_tune
     from divdec.training.settings import TrainingSettings
+    from divdec_research.world.demo import material_of
+    from divdec_research.world.models import Shape, new_model
 
     material = material_of(world)
     forget, retain = (

@@ -5,12 +5,12 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import left_padded
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
-from exactness import assert_same_answers
+from support.exactness import assert_same_answers
+from support.tiny import make_parts
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 1}
 

@@ -8,13 +8,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-import reference
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import left_padded
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed
 from divdec.serving.request import Request, SamplingParams
+from support import reference
+from support.tiny import make_parts
 
 VOCAB, END, NEW = 32, 0, 8
 PROMPTS = [[5, 9, 20, 31], [7, 8, 30, 2], [4, 4, 4, 4]]

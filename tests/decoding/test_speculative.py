@@ -11,14 +11,14 @@ from scipy import stats
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import left_padded
 from divdec.decoding import speculative
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.errors import FailedClosed
-from exactness import assert_close, assert_same_answers
+from support.exactness import assert_close, assert_same_answers
+from support.tiny import make_parts, tiny_model
 
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400], [7, 7, 7, 7]]
 GAMMAS = range(1, 9)

@@ -2,8 +2,8 @@
 
 import pytest
 
-import tokenizer_kinds
 from divdec.decoding.text import AnswerText, answer_text
+from support import tokenizer_kinds
 
 TEXTS = (
     "The tale is about the sea, and (so she said) 3 of her books.",

@@ -12,10 +12,10 @@ from divdec.data.formatting import encode_records
 from divdec.data.records import read_records
 from divdec.demo import facts, pretrained
 from divdec.demo.facts import KINDS, Fact, split
-from divdec.demo.models import Shape, new_model
 from divdec.errors import Interrupted
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.models import Shape, new_model
 
 
 @pytest.fixture

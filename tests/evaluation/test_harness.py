@@ -73,7 +73,7 @@ def test_lm_eval_local_completions_match_divdec(bundle, tmp_path):
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     from divdec import DivergenceForCausalLM
-    from served import engine_of, serving
+    from support.served import engine_of, serving
 
     with serving([engine_of(bundle, "bundle")]) as url:
         lm = LocalCompletionsAPI(

@@ -12,11 +12,9 @@ import torch
 import transformers
 from hypothesis import strategies
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
-from divdec.demo.models import Shape, new_model
 from divdec.evaluation import attack_prompts, judges, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import answers, samples
@@ -27,6 +25,8 @@ from divdec.evaluation.results import read_results, write_results
 from divdec.remote.client import Endpoint
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+from divdec_research.world.models import Shape, new_model
+from support.tiny import make_parts
 
 # ---- figures
 

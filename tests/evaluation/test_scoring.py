@@ -8,15 +8,15 @@ import torch
 import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import reference
-from conftest import FAMILIES, make_parts
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, probability_drops, score, score_settings
-from exactness import LOGITS, assert_same_answer
+from support import reference
+from support.exactness import LOGITS, assert_same_answer
+from support.tiny import FAMILIES, make_parts
 
 EXAMPLES = [
     Example([5, 9, 200, 31, 7], [IGNORED, IGNORED, 200, 31, 7]),

@@ -13,7 +13,7 @@ from divdec.errors import UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff, contexts_of
 from divdec.experts.ngram_counts import NgramCounts, SummedCounts
 from divdec.experts.ngram_fit import fit
-from reference import SlowNgrams
+from support.reference import SlowNgrams
 
 VOCAB = 12
 

@@ -19,7 +19,7 @@ from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed
 from fuzz import options as tables
 from fuzz.models import ARCHITECTURES, FEW, KINDS, PAD, VOCAB, WIDE, experts_of, model_of, takedowns, tokenizer
-from reference import StepByStep
+from support.reference import StepByStep
 
 ANSWERED, REFUSED, NOT_TAKEN = "answered", "refused", "refused by transformers"
 LIKELY = 1e-9  # a token that was drawn has at least this probability

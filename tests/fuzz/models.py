@@ -14,14 +14,14 @@ import transformers
 
 from divdec.bridge.pair import BridgedPair
 from divdec.data.records import texts_of
-from divdec.demo.models import train_tokenizer
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
-from reference import SlowNgrams, last_logits
+from divdec_research.world.models import train_tokenizer
+from support.reference import SlowNgrams, last_logits
 
 VOCAB, WIDE, AUXILIARY_VOCAB = 320, 336, 300  # tokens of the tokenizer, of a padded target, of another tokenizer
 WINDOW = 4

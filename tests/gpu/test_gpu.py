@@ -11,13 +11,13 @@ import sys
 import pytest
 import torch
 
-import reference
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, Steering, steer_rank
 from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.generation import continuations, samples
 from divdec.evaluation.scoring import gradient_norm, score, score_settings
-from exactness import assert_same_answer
+from support import reference
+from support.exactness import assert_same_answer
+from support.tiny import make_parts
 
 pytestmark = pytest.mark.gpu
 DEVICE = os.environ.get("DIVDEC_TEST_DEVICE", "cuda")
@@ -107,7 +107,7 @@ def test_broken_auxiliary_raises_without_output():
 import os; DEVICE = os.environ.get("DIVDEC_TEST_DEVICE", "cuda")
 import sys; sys.path.insert(0, "tests")
 import torch
-from conftest import make_parts
+from support.tiny import make_parts
 from divdec import DivergenceForCausalLM
 parts = [part.to(DEVICE) for part in make_parts("llama")]
 with torch.no_grad():

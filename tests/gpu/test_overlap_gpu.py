@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM
+from support.tiny import make_parts
 
 pytestmark = pytest.mark.gpu
 DEVICE = os.environ.get("DIVDEC_TEST_DEVICE", "cuda")

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
-from exactness import assert_close
+from support.exactness import assert_close
+from support.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 200, 31]])
 
@@ -220,7 +220,7 @@ class TestRejectsInvalidInput:
         self.refused(own_checkpoints, tmp_path, "LoRA adapter")
 
     def test_auxiliary_with_different_vocabulary(self, own_checkpoints, tmp_path, world):
-        from divdec.demo.models import train_tokenizer
+        from divdec_research.world.models import train_tokenizer
 
         other = train_tokenizer([text[::-1] for text in world.corpus[:100]], 512)
         other.save_pretrained(own_checkpoints / "forget")

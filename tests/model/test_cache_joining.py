@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
 from divdec.decoding.cache import drop_columns, join
 from divdec.errors import FailedClosed
@@ -13,6 +12,7 @@ from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
+from support.tiny import make_parts, tiny_model
 
 VOCAB = 512
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.decoding.speculative import Speculation
+from support.tiny import make_parts
 
 PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
 MODES = {

@@ -12,7 +12,7 @@ import divdec.model.gguf as gguf_module
 from divdec import UsageError
 from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.runs import read_json
-from gguf_file import write_gguf
+from support.gguf_file import write_gguf
 
 pytest.importorskip("gguf")
 

@@ -13,7 +13,7 @@ from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
 from divdec.model.bundle import rewrite_steering
 from divdec.model.checkpoint import digests
 from divdec.model.hub import hub_files, push_bundle
-from hub import hub
+from support.hub import hub
 
 IDS = torch.tensor([[5, 9, 200, 31]])
 TOKEN = "a-token-of-the-owner"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import DynamicCache, TextStreamer
 
-import reference
-from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
 from divdec.experts.neural import check_part
-from exactness import assert_close, assert_same_answer
+from support import reference
+from support.exactness import assert_close, assert_same_answer
+from support.tiny import make_parts, tiny_model
 
 SETTINGS = ("linear:1.5", "linear:0.3", "rank:7", "rank:40:soft")
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400]]

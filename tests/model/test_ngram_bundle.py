@@ -10,7 +10,7 @@ from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.cli import main
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.ngram import NgramPair
-from exactness import assert_same_answers
+from support.exactness import assert_same_answers
 
 
 @pytest.fixture(scope="module")

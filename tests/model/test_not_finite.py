@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, Steering
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import FailedClosed
@@ -14,6 +13,7 @@ from divdec.evaluation.scoring import score_settings
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
+from support.tiny import make_parts
 
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6]]
 RULES = ("linear:1.5", "rank:20", "rank:20:soft")

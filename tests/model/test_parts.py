@@ -9,9 +9,9 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
-from conftest import make_parts
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.experts.neural import same_weights
+from support.tiny import make_parts
 
 IDS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
 GREEDY = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from architectures import tiny_architecture
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation, UsageError
 from divdec.experts.protocol import holds_tokens
+from support.architectures import tiny_architecture
+from support.tiny import tiny_model
 
 # Linear attention beside attention, both in one layer, and layers of the architecture's own.
 STATEFUL = ("olmo_hybrid", "falcon_h1", "deepseek_v4")

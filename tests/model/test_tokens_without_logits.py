@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
@@ -15,7 +14,8 @@ from divdec.data.records import Message, Record
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.experts import ExpertSources, SteeringContext, load_experts
 from divdec.steering import Steering
-from engines import alone, answered_tokens, greedy, run
+from support.engines import alone, answered_tokens, greedy, run
+from support.tiny import make_parts, tiny_model
 
 TOKEN = "<image_soft_token>"
 REFUSED = f"special token '{TOKEN}', for which the model has no embedding"
@@ -127,7 +127,7 @@ def test_a_provider_that_names_the_token(folder):
 
 
 def test_bridges_from_and_to_such_a_tokenizer(extended, tokenizer, world):
-    from tokenizer_kinds import byte_level
+    from support.tokenizer_kinds import byte_level
 
     other = byte_level(world.corpus[:200], 600)
     for theirs, ours in ((extended, other), (other, extended)):

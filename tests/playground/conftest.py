@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from served import bundle_of
+from support.served import bundle_of
 
 
 @pytest.fixture(scope="session")

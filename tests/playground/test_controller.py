@@ -17,7 +17,7 @@ from divdec.playground.controller import (
 from divdec.playground.models import ChatOptions, SteeredModel, UnsteeredTarget
 from divdec.playground.rendering import Token, Turn, effect_html, requests_html
 from divdec.steering import Steering
-from served import trained
+from support.served import trained
 
 ARTICLE = (
     "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat, "

@@ -18,7 +18,7 @@ from divdec.playground.models import (
     compute_shifts,
 )
 from divdec.steering import Steering, steer_linear, steer_rank
-from exactness import assert_same_answer, assert_same_text
+from support.exactness import assert_same_answer, assert_same_text
 
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
 ALPHA = Steering(alpha=1.5)

@@ -12,7 +12,7 @@ import pytest
 from divdec.playground.controller import Controller
 from divdec.playground.models import UnsteeredTarget
 from divdec.serving import bind
-from served import eventually
+from support.served import eventually
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed: divdec[ui]"),

@@ -11,8 +11,8 @@ from divdec.remote.client import StreamInterrupted
 from divdec.serving import bind
 from divdec.serving.logprobs import LogprobPolicy
 from divdec.steering import Steering
-from exactness import assert_same_text
-from served import engine_of, serving
+from support.exactness import assert_same_text
+from support.served import engine_of, serving
 
 QUESTION = [Message("user", "Where was Jasper Ashild born?")]
 OPTIONS = ChatOptions(max_new_tokens=24)

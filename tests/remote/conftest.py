@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from served import bundle_of, engine_of, serving
+from support.served import bundle_of, engine_of, serving
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from divdec.remote.client import Endpoint
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
-from exactness import assert_same_answer
-from gguf_file import write_gguf
+from support.exactness import assert_same_answer
+from support.gguf_file import write_gguf
 
 NEEDED = ("llama_cpp", "gguf", "starlette_context")
 MISSING = [module for module in NEEDED if find_spec(module) is None]

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-import tokenizer_kinds
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
@@ -13,7 +11,9 @@ from divdec.remote.completions import Completions, ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
-from served import engine_of, serving
+from support import tokenizer_kinds
+from support.served import engine_of, serving
+from support.tiny import tiny_model
 
 TOKENS = 5
 

@@ -35,7 +35,7 @@ def test_bundle_with_changed_auxiliary_is_rejected(bundle, models, tmp_path):
 
 
 def test_incomplete_or_incompatible_experts_are_rejected(models, tmp_path, world):
-    from divdec.demo.models import train_tokenizer
+    from divdec_research.world.models import train_tokenizer
 
     retain, forget = str(models / "retain"), str(models / "forget")
     with pytest.raises(UsageError, match="nothing would steer the target: give a bundle, --retain-auxiliary and"):

@@ -13,7 +13,7 @@ from divdec.remote.client import Endpoint
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteAnswer, RemoteSettings, RemoteTarget
 from divdec.steering import Steering
-from exactness import assert_same_answer
+from support.exactness import assert_same_answer
 
 TOKENS = 10
 
@@ -279,9 +279,9 @@ def test_remote_stop_strings_and_streaming(remote, url, bundle, tokenizer, promp
 
 
 def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models, tmp_path, world, prompts, local):
-    from divdec.demo.models import train_tokenizer
     from divdec.remote.experts import ExpertSources
-    from served import trained
+    from divdec_research.world.models import train_tokenizer
+    from support.served import trained
 
     other = train_tokenizer(world.corpus[:200], 300)
     for seed, name in enumerate(("retain", "forget")):

@@ -3,8 +3,8 @@
 import pytest
 
 from divdec import Speculation
-from leaks import Client, Suite, check_library, make_leaky
-from served import engine_of, serving
+from support.leaks import Client, Suite, check_library, make_leaky
+from support.served import engine_of, serving
 
 RULES = ("linear:1.5", "rank:40")
 

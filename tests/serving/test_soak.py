@@ -11,10 +11,10 @@ import httpx
 import pytest
 import torch
 
-from served import figure, serving
-from soak import Tally
-from soak_answers import references
-from soak_faults import ASKED, PATH, Served, answered, asked, faults, load, make_bundle
+from support.served import figure, serving
+from support.soak import Tally
+from support.soak_answers import references
+from support.soak_faults import ASKED, PATH, Served, answered, asked, faults, load, make_bundle
 
 ROOT = Path(__file__).parents[2]
 LONG = ASKED | {"max_tokens": 3000, "ignore_eos": True, "stream": True}

@@ -36,7 +36,7 @@ from divdec.takedowns.correction import TakedownCorrection, with_registry
 from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
 from divdec.takedowns.store import Store
-from served import serving, trained
+from support.served import serving, trained
 
 ARTICLE = (
     "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat, and when the "

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import loads_torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
@@ -32,6 +31,7 @@ from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.registry import STRENGTH, Registry
 from divdec.takedowns.store import DATABASE, State, TakedownRequest
+from support.tiny import loads_torch
 
 ORDER = 3
 
@@ -538,7 +538,7 @@ def contents(folder):
 
 
 def test_registry_of_another_tokenizer_is_rejected(folder, checkpoints, tmp_path, articles):
-    from divdec.demo.models import train_tokenizer
+    from divdec_research.world.models import train_tokenizer
 
     target = shutil.copytree(checkpoints / "target", tmp_path / "target")
     train_tokenizer(articles, 500).save_pretrained(target)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM
 from divdec.data.formatting import left_padded
 from divdec.data.records import texts_of
@@ -13,7 +12,8 @@ from divdec.decoding.statistics import SpeculationStatistics
 from divdec.experts.neural import NeuralPair
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
-from exactness import assert_same_answers
+from support.exactness import assert_same_answers
+from support.tiny import tiny_model
 
 TOKENS, PROMPT, LENGTH = 48, 12, 16  # of a text that the target knows by heart, of its beginning, of an answer
 

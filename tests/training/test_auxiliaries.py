@@ -379,7 +379,7 @@ def _interrupted(*arguments, **options):
 
 
 def test_vocabulary_mismatch_is_detected_before_training(files, tmp_path, world):
-    from divdec.demo.models import train_tokenizer
+    from divdec_research.world.models import train_tokenizer
 
     other = shutil.copytree(files["target"], tmp_path / "other")
     train_tokenizer(world.corpus[:50], 400).save_pretrained(other)

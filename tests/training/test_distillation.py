@@ -15,13 +15,11 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
-from divdec.demo.models import Shape, new_model, train_tokenizer
 from divdec.errors import Diverged, FailedClosed, Interrupted
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
@@ -39,8 +37,10 @@ from divdec.training.fine_tuning import Objective, fine_tune
 from divdec.training.inputs import Collator
 from divdec.training.settings import DistillationSettings, TrainingSettings
 from divdec.training.teachers import Fingerprint, LiveTeacher, load_cache, write_cache
-from exactness import LOSSES
-from stopping import stopping_at
+from divdec_research.world.models import Shape, new_model, train_tokenizer
+from support.exactness import LOSSES
+from support.stopping import stopping_at
+from support.tiny import make_parts, tiny_model
 
 DIRECTIONS = ["teacher-student", "student-teacher"]
 
@@ -712,7 +712,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[1])
-from conftest import make_parts, tiny_model
+from support.tiny import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
 from divdec.training.distillation_loss import Distillation, plain_head
 from divdec.training.teachers import LiveTeacher

@@ -7,18 +7,18 @@ import signal
 import pytest
 import torch
 
-from conftest import tiny_model
 from divdec import UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
-from divdec.demo.models import Shape, new_model
 from divdec.errors import Diverged, Interrupted
 from divdec.training import fine_tuning
 from divdec.training.distillation_loss import LabelledCrossEntropy, plain_head
 from divdec.training.fine_tuning import fine_tune, mean_loss, uses_bfloat16
 from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
-from stopping import stopping_at
+from divdec_research.world.models import Shape, new_model
+from support.stopping import stopping_at
+from support.tiny import tiny_model
 
 SETTINGS = TrainingSettings(epochs=4.0, learning_rate=3e-3, batch_size=8)
 

@@ -11,7 +11,6 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import tiny_model
 from divdec import UsageError
 from divdec.cli import main
 from divdec.data.formatting import Format, encode_set
@@ -21,6 +20,7 @@ from divdec.training import fine_tuning, shrinking
 from divdec.training.inputs import Collator
 from divdec.training.settings import ShrinkSettings
 from divdec.training.shrinking import check_removable, keep_layers, layer_importance, layers_of, likeness, shrink
+from support.tiny import tiny_model
 
 
 def run(models, folder, **changes):

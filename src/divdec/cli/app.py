@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -30,17 +31,13 @@ from cyclopts.config import Yaml
 from cyclopts.help import DefaultFormatter
 
 import divdec.takedowns  # noqa: F401  # so that bundles may name a registry
-from divdec.cli import bundle, chat, evaluation, generate, image, remote, research, serving, takedown, training
+from divdec.cli import bundle, chat, cost, evaluation, generate, remote, serving, takedown, training
 from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError
 
 PRODUCT = (
     training.demo, training.train, bundle.bundle, generate.generate, chat.chat, serving.serve, serving.playground,
-    remote.remote, training.shrink, training.ngram, takedown.app, bundle.calibrate, training.distill, research.cost,
-    bundle.doctor,
-)  # fmt: skip
-RESEARCH = (
-    evaluation.evaluate, evaluation.results, research.baseline, research.compare, training.gradient_depth, image.app,
-    research.bench,
+    remote.remote, training.shrink, training.ngram, takedown.app, bundle.calibrate, training.distill, evaluation.app,
+    cost.cost, bundle.doctor,
 )  # fmt: skip
 EPILOGUE = """\
 `divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in a few
@@ -49,13 +46,19 @@ minutes.
 Exit codes: 0 done; 1 failed; 2 unusable input, or a stopped run that can be resumed; 3 the measured result does not
 reach its goal (train, calibrate, distill); 130 interrupted."""
 OPTIONS = Group("Options of every command", sort_key=99)
+STEERING, ADDED = Group("Train, decode and serve", sort_key=1), Group("Research", sort_key=2)
 # Options that do not exist, and what does the same.
 INSTEAD = {
     "--alpha": "--steering linear:ALPHA (such as linear:1.5)",
     "--k": "--steering rank:K (such as rank:20)",
     "--learning-rate": "--lr",
     "--model": "the bundle's path as the first argument",
+    "--world": "`divdec world`, a command of divdec-research",
 }
+# Commands that another package of the project brings.
+ELSEWHERE = (
+    "baseline", "bench", "compare", "eval muse", "eval tofu", "gradient-depth", "image", "results", "world",
+)  # fmt: skip
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
 DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -85,17 +88,35 @@ app = App(
 app.register_install_completion_command(help="Install completion for your shell (bash, zsh or fish).")
 for flag in ("--help", "--version", "--install-completion"):
     app[flag].group = OPTIONS
-for group, commands in (
-    (Group("Train, decode and serve", sort_key=1), PRODUCT),
-    (Group("Research", sort_key=2), RESEARCH),
-):
-    for number, command in enumerate(commands):
-        if isinstance(command, App):
-            command.group, command.sort_key, command.help_epilogue = group, number, ""
-            app.command(command)
+for number, command in enumerate(PRODUCT):
+    if isinstance(command, App):
+        command.group, command.sort_key, command.help_epilogue = STEERING, number, ""
+        app.command(command)
+    else:
+        app.command(command, group=STEERING, sort_key=number, help_epilogue="")
+
+
+def _add_commands(entries: Iterable[EntryPoint]) -> None:
+    """Add the commands of installed packages. A command's module is imported when the command runs or shows its help.
+
+    Args:
+        entries: entry points of the group `divdec.commands`. `eval.tofu` is the command tofu of the group eval.
+    """
+    for number, entry in enumerate(sorted(entries, key=lambda entry: entry.name)):
+        group, _, name = entry.name.rpartition(".")
+        if group:
+            app[group].command(entry.value, name=name, sort_key=number + 2, help_epilogue="")
         else:
-            name = "eval" if command is evaluation.evaluate else None
-            app.command(command, name=name, group=group, sort_key=number, help_epilogue="")
+            app.command(entry.value, name=name, group=ADDED, sort_key=number)
+
+
+_add_commands(entry_points(group="divdec.commands"))
+
+
+def _import_commands(group: App) -> None:
+    """Import the modules of a group's commands, for the first lines of their help."""
+    for name in group:
+        group[name]
 
 
 @app.meta.default
@@ -130,6 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
+    if tokens[:1] in ([], ["--help"], ["-h"]):
+        _import_commands(app)
+    elif tokens[:1] == ["eval"]:
+        _import_commands(app["eval"])
     chain, apps, unused = app.parse_commands(tokens)
     name = " ".join(("divdec", *chain))
     # Libraries' notes to their own developers are noise to a user; errors reach the user as errors.
@@ -140,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
+        if (command := " ".join((*chain, *unused[:1]))) in ELSEWHERE:
+            return _fail(f"divdec: `{command}` is a command of divdec-research, which is not installed")
         return _fail(f"{name}: {_describe(_unknown_option(error) or error)} (`{name} --help` shows the options)")
     except (UsageError, FailedClosed) as error:
         return _fail(f"{name}: {error}")

@@ -1,57 +1,64 @@
-"""`divdec eval` and `divdec results`: measure models, and aggregate, report and plot the results."""
+"""`divdec eval`: measure models. Other packages add suites (docs/architecture.md)."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from divdec.cli import loading
 from divdec.cli.loading import device_map, quiet
-from divdec.errors import UsageError
-from divdec.evaluation.settings import EvalSettings
-from divdec.options import EARLIER_VARIANTS, Overwriting, Printing, Resampling, Variant
-from divdec.runs import check_output_file
+from divdec.evaluation.settings import EvalSettings, LeakSettings
+from divdec.options import Printing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from divdec.evaluation.results import Results
-    from divdec.report.scores import Entry, ScoredResult, Scorer
+    from divdec.evaluation.run import Suite
 
-# Stands in the head of every report, so that --overwrite replaces no other file.
-GENERATOR = '<meta name="generator" content="divdec report">'
+app = App(name="eval", help="Measure models: how often their answers leak, and benchmarks.")
 
 
-def evaluate(
-    settings: Annotated[EvalSettings, Parameter(name="*")],
+@app.command(sort_key=1)
+def leak(
+    settings: Annotated[LeakSettings, Parameter(name="*")],
     *,
     all_figures: Annotated[bool, Parameter(name="--all")] = False,
     printing: Printing = Printing(),
 ) -> None:
-    r"""Measure models on TOFU, MUSE or for leaks, item by item as OpenUnlearning does.
+    r"""Measure how often models answer questions that they should have forgotten.
 
     For example:
 
-        divdec eval tofu bundle --data TOFU --split forget10 \
-          --retain-results runs/retrain --holdout holdout10.json --output runs/eval
+        divdec eval leak bundle --data forget.jsonl --samples 8 --output runs/leaks
 
     Args:
         settings: what is measured.
         all_figures: Print all metrics, not only the most important ones.
         printing: format of the figures.
     """
-    import divdec.research.baselines.auto  # noqa: F401  # registers the composite baselines with transformers
+    from divdec.evaluation.leak import LeakSuite
+
+    measure(settings, lambda: LeakSuite.read(settings), all_figures, printing)
+
+
+def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool, printing: Printing) -> None:
+    """Read a suite, evaluate the models, and print their figures.
+
+    Args:
+        settings: what is measured.
+        read: reads and checks the suite's data.
+        all_figures: print all metrics.
+        printing: format of the figures.
+    """
     from divdec.evaluation.generation import is_main, sharded
-    from divdec.evaluation.run import evaluate as run
+    from divdec.evaluation.run import evaluate
 
     quiet()
     with sharded():
-        results = run(settings, device_map(settings.device), report=loading.report)
+        results = evaluate(settings, read(), device_map(settings.device), report=loading.report)
         if not is_main():
             return
     if printing.json:
@@ -89,318 +96,3 @@ def _print_figures(results: list[Results], settings: EvalSettings, all_figures: 
     if len(shown) < len(names):
         console.print(f"{len(names) - len(shown)} further figures: --all", highlight=False)
     console.print(f"results: {settings.output}", highlight=False)
-
-
-results = App(name="results", help="Aggregate, tabulate and plot results of `divdec eval` or OpenUnlearning.")
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scoring(Resampling):
-    """How aggregates and their intervals are computed."""
-
-    variant: Variant = "openunlearning"
-    """How TOFU's aggregates are computed: 'openunlearning' takes OpenUnlearning's definition of the truth ratio,
-    'dd-paper' is the code behind the tables of the Divergence Decoding paper, 'relative' measures attacks relative to
-    the retrained model's AUC. Published summaries support only 'dd-paper'. 'paper' and 'dd-repo' are earlier names of
-    the first two."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "variant", EARLIER_VARIANTS.get(self.variant, self.variant))
-
-
-@results.command(sort_key=1)
-def score(
-    suite: Literal["tofu", "muse"],
-    results: tuple[str, ...],
-    *,
-    target: str,
-    retrain: str,
-    latex: bool = False,
-    scoring: Scoring = Scoring(),
-    printing: Printing = Printing(),
-) -> None:
-    r"""Aggregate results: TOFU's Mem, Priv, Utility and Agg, or MUSE's distances, with bootstrap intervals.
-
-    For example:
-
-        divdec results score tofu runs/linear runs/rank \
-          --target runs/target --retrain runs/retrain
-
-    Args:
-        suite: Benchmark of the results: tofu or muse.
-        results: Result folders of `divdec eval` or OpenUnlearning. A *_SUMMARY.json is enough; intervals need per-item
-            results.
-        target: Result folder of the target. The bootstrap does not resample it.
-        retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
-        latex: Print a LaTeX table (booktabs).
-        scoring: how aggregates are computed.
-        printing: format of the table.
-    """
-    from divdec.evaluation.aggregate import UTILITY, Bootstrap
-    from divdec.evaluation.results import read_results
-    from divdec.report.scores import Entry, Scorer
-
-    if printing.json and latex:
-        raise UsageError("give --json or --latex, not both")
-    folders = (target, retrain, *results)
-    names = [Path(folder).expanduser().absolute().name for folder in folders]
-    if len(set(names[2:])) < len(results):
-        names = list(folders)
-    entries = [Entry(name, Path(folder), read_results(folder)) for name, folder in zip(names, folders, strict=True)]
-    for entry in entries:
-        if entry.results.suite != suite:
-            raise UsageError(f"{entry.folder} holds results of {entry.results.suite}, but {suite} was asked for")
-    if suite == "tofu" and entries[0].results.figures.get(UTILITY) is None:
-        raise UsageError(f"target {target} has no {UTILITY}, and Utility is relative to the target's")
-    bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    scorer = Scorer(entries[0].results, entries[1].results, scoring.variant, bootstrap)
-    rows = [_score(entry, scorer) for entry in entries[2:]]
-    if printing.json:
-        print(json.dumps([_score_json(row, scoring) for row in rows], indent=2, ensure_ascii=False))
-    else:
-        (_print_latex if latex else _print_table)(rows, suite, scoring)
-
-
-@results.command(sort_key=2)
-def report(
-    results: tuple[str, ...],
-    *,
-    target: str | None = None,
-    retrain: str | None = None,
-    output: str = "report.html",
-    examples: int = 8,
-    scoring: Scoring = Scoring(),
-    overwriting: Overwriting = Overwriting(),
-    printing: Printing = Printing(),
-) -> None:
-    r"""Write one HTML page: scores with intervals, plots, and answers side by side.
-
-    For example:
-
-        divdec results report runs/sweep --target runs/target \
-          --retrain runs/retrain --output report.html
-
-    Args:
-        results: Result folders of `divdec eval` or OpenUnlearning, or folders that contain them. A *_SUMMARY.json is
-            enough; intervals, ROC curves and answers need per-item results.
-        target: Result folder of the target. The bootstrap does not resample it.
-        retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
-        output: HTML file to write.
-        examples: Number of questions shown with their answers.
-        scoring: how aggregates are computed.
-        overwriting: whether an earlier page is replaced.
-        printing: format of the summary.
-    """
-    from divdec.evaluation.aggregate import Bootstrap
-    from divdec.report.page import build_report, write_report
-    from divdec.report.scores import MEASURES, collect
-
-    if examples < 0:
-        raise UsageError(f"--examples is {examples}; accepted: 0 or more")
-    file = Path(output).expanduser()
-    check_output_file(
-        file,
-        overwriting.overwrite,
-        lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace"),
-    )
-    bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    content = build_report(collect(results, target, retrain), scoring.variant, bootstrap, examples)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_report(file, content)
-    if printing.json:
-        rows = [
-            {
-                "name": row.entry.name, "folder": str(row.entry.folder), "role": row.entry.role,
-                **{name: row.values.get(name) for name in MEASURES},
-                "ci": row.intervals, "reason": row.aggregates.reasons, "notes": row.notes,
-            }
-            for row in content.rows
-        ]  # fmt: skip
-        about = {"report": str(file), "suite": content.suite, **_variant(content.suite, scoring)}
-        print(json.dumps({**about, "level": scoring.level, "rows": rows}, indent=2, ensure_ascii=False))
-        return
-    for line in content.left_out:
-        print(f"not on the page: {line}")
-    print(f"report: {file}")
-
-
-@results.command(sort_key=3)
-def plot(
-    results: tuple[str, ...] = (),
-    *,
-    figure: str | None = None,
-    output: str | None = None,
-    list_figures: bool = False,
-    target: str | None = None,
-    retrain: str | None = None,
-    scoring: Scoring = Scoring(),
-    overwriting: Overwriting = Overwriting(),
-    printing: Printing = Printing(),
-) -> None:
-    """Draw one of the paper's figures, from results or from the paper's published result files.
-
-    For example:
-
-        divdec results plot runs/compare --figure tofu-bars --output bars.svg
-
-    Args:
-        results: Result folders of divdec or of the paper's code, or folders that contain them.
-        figure: Name of the figure; --list-figures shows them.
-        output: File to write, .svg or .png. By default FIGURE.svg.
-        list_figures: List the figures and the results that each figure needs.
-        target: Result folder of the target; by default the folder named 'target'.
-        retrain: Result folder of the model retrained without the forget set; by default the folder named 'retrain'.
-        scoring: how aggregates are computed.
-        overwriting: whether an earlier picture is replaced.
-        printing: format of the summary.
-    """
-    from divdec.report.style import check_format
-    from divdec.research.figures import benchmarks, runs  # noqa: F401  # they register their figures
-    from divdec.research.figures.registry import FIGURES, FigureRequest
-
-    if list_figures:
-        _list_figures(FIGURES, printing)
-        return
-    if not results:
-        raise UsageError("results is required: folders to draw from (--list-figures shows which)")
-    if figure is None:
-        raise UsageError(f"--figure is required; accepted: {', '.join(FIGURES)}")
-    spec = FIGURES.find(figure)
-    file = Path(output or f"{figure}.svg").expanduser()
-    check_format(file)
-    check_output_file(file, overwriting.overwrite)
-
-    from divdec.report.style import style, write_figure
-
-    request = FigureRequest(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
-    with style(f"divdec-{figure}"):
-        drawn = spec.draw(request)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_figure(file, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
-    if printing.json:
-        content = {"figure": figure, "output": str(file), "title": drawn.title}
-        print(json.dumps({**content, "description": drawn.description, "sources": drawn.sources}, ensure_ascii=False))
-        return
-    print(drawn.description, file=sys.stderr)
-    print(f"{file} (from {len(drawn.sources)} file{'s' if len(drawn.sources) > 1 else ''})")
-
-
-def _list_figures(figures: dict[str, Any], printing: Printing) -> None:
-    if printing.json:
-        print(
-            json.dumps(
-                {name: {"shows": one.shows, "needs": one.needs} for name, one in figures.items()}, ensure_ascii=False
-            )
-        )
-        return
-    for name, one in figures.items():
-        print(f"{name}\n  {one.shows}\n  from {one.needs}")
-
-
-def _variant(suite: str, scoring: Scoring) -> dict[str, str]:
-    return {"variant": scoring.variant} if suite == "tofu" else {}
-
-
-def _score(entry: Entry, scorer: Scorer) -> ScoredResult:
-    scored = scorer.score(entry)
-    if all(value is None for value in scored.aggregates.values.values()):
-        reasons = "; ".join(dict.fromkeys(scored.aggregates.reasons.values()))
-        raise UsageError(f"{entry.folder} has no figures that can be scored: {reasons}")
-    return scored
-
-
-def _score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
-    from divdec.report.scores import NO_ITEMS
-
-    results, scores = row.entry.results, row.aggregates
-    intervals = {name: row.intervals.get(name) for name in scores.values}
-    reasons = dict(scores.reasons)
-    if not results.items:
-        reasons["ci"] = NO_ITEMS
-    elif any(row.has(name) and interval is None for name, interval in intervals.items()):
-        reasons["ci"] = "; ".join(dict.fromkeys(row.missing_intervals.values()))
-    return {
-        "name": row.entry.name,
-        "folder": str(row.entry.folder),
-        **_variant(results.suite, scoring),
-        **scores.values,
-        "ci": intervals if any(intervals.values()) else None,
-        "level": scoring.level,
-        "reason": reasons,
-        "notes": list(scores.notes),
-    }
-
-
-def _print_table(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
-    """Print a table, and below it what is missing from it and why."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from divdec.report.scores import MEASURES, group_remarks
-
-    title = Text(f"{_subject(suite, scoring)}\n{_method(rows, scoring)}")
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("result", overflow="fold")
-    columns = list(rows[0].aggregates.values)
-    for column in columns:
-        table.add_column(MEASURES[column].short, justify="right")
-    digits = 3 if suite == "tofu" else 1
-    for row in rows:
-        table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits, "–")) for column in columns))
-    # A file or a pipe has no width to fit.
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-    for line, names in group_remarks(rows).items():
-        print(f"{line} ({', '.join(names)})")
-
-
-def _print_latex(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
-    """Print a `table` environment for booktabs, after comments on how it was computed."""
-    from divdec.report.scores import MEASURES, group_remarks
-
-    columns = list(rows[0].aggregates.values)
-    arrows = {"higher": r"$\uparrow$", "lower": r"$\downarrow$"}
-    heads = [f"{_escape(MEASURES[column].short)} {arrows[MEASURES[column].better]}" for column in columns]
-    digits = 2 if suite == "tofu" else 1
-    body = [
-        " & ".join([_escape(row.entry.name), *(_cell(row, column, digits, "--") for column in columns)]) + r" \\"
-        for row in rows
-    ]
-    notes = [f"% {line} ({', '.join(names)})" for line, names in group_remarks(rows).items()]
-    caption = rf"  \caption{{{_escape(_subject(suite, scoring))}. {_escape(_method(rows, scoring))}.}}"
-    lines = [
-        *notes, r"\begin{table}", r"  \centering", caption, rf"  \begin{{tabular}}{{l{'r' * len(columns)}}}",
-        r"\toprule", rf"{' & '.join(['Result', *heads])} \\", r"\midrule", *body, r"\bottomrule", r"  \end{tabular}",
-        r"\end{table}",
-    ]  # fmt: skip
-    print("\n".join(lines))
-
-
-def _subject(suite: str, scoring: Scoring) -> str:
-    if suite == "tofu":
-        return f"TOFU, variant {scoring.variant}"
-    return "MUSE, distance to the retrained model, the target's = 100 %"
-
-
-def _method(rows: Sequence[ScoredResult], scoring: Scoring) -> str:
-    if not any(row.intervals for row in rows):
-        return "point values"
-    return (
-        f"{100 * scoring.level:g} % percentile bootstrap intervals ({scoring.draws} draws, seed {scoring.seed}), "
-        "target and retrain held fixed"
-    )
-
-
-def _cell(row: ScoredResult, column: str, digits: int, nothing: str) -> str:
-    value, interval = row.values[column], row.intervals.get(column)
-    if value is None:
-        return nothing
-    ends = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval else ""
-    return f"{value:.{digits}f}{ends}"
-
-
-def _escape(text: str) -> str:
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return re.sub(r"[\\&%$#_{}~^]", lambda match: special.get(match[0], f"\\{match[0]}"), text)

@@ -1,8 +1,7 @@
-"""`divdec demo`, `train`, `ngram`, `distill` and `gradient-depth`: train auxiliaries and students, count n-grams."""
+"""`divdec demo`, `train`, `ngram` and `distill`: train auxiliaries and students, count n-grams."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import sys
@@ -12,17 +11,17 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from divdec.cli.loading import check_not_bundle, load, quiet, report
+from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.errors import NOT_REACHED, UsageError
-from divdec.options import Flag, Overwriting, Printing, read_template_kwargs
-from divdec.training.settings import AuxiliarySettings, DistillationSettings, GradientDepthSettings, ShrinkSettings
+from divdec.options import Overwriting, Printing
+from divdec.training.settings import AuxiliarySettings, DistillationSettings, ShrinkSettings
 
 LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
 LEAST_DISTANCE = 1e-3
 """Least of this distance before training, in nats a token. A nearer teacher is the student, and teaches nothing."""
 
 
-def demo(*, world: Flag = False, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
+def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Printing()) -> None:
     """Let SmolLM2 forget capitals that it knows, and show the result.
 
     For example:
@@ -30,15 +29,11 @@ def demo(*, world: Flag = False, seed: int = 0, output: str | None = None, print
         divdec demo --seed 1 --output runs/demo
 
     Args:
-        world: Train small models from scratch on a fictitious world instead, where a retrained model is a reference.
-        seed: Seed of the split or the world, of the initial weights and of the order of training.
+        seed: Seed of the split, of the initial weights and of the order of training.
         output: Folder for report, bundle, data and models; in the user's cache folder by default.
         printing: format of the result.
     """
-    if world:
-        from divdec.demo.run import run_demo
-    else:
-        from divdec.demo.pretrained import run_demo
+    from divdec.demo.pretrained import run_demo
 
     quiet()
     folder = Path(output).expanduser() if output else None
@@ -262,80 +257,3 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
     else:
         print(f"measure it: divdec eval --help; start the next request from it: --init-student {settings.output}")
     return code
-
-
-def gradient_depth(
-    settings: Annotated[GradientDepthSettings, Parameter(name="*")], *, printing: Printing = Printing()
-) -> None:
-    r"""Measure which layers distillation would change, by the gradient norm of each layer.
-
-    For example:
-
-        divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
-          --output runs/depth
-    """
-    from rich.console import Console
-
-    from divdec.data.formatting import Format, encode_set
-    from divdec.data.records import read_records
-    from divdec.evaluation.aggregate import Bootstrap
-    from divdec.report.gradient_depth import depth_frame, depth_table, peaks, write_depth
-    from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
-    from divdec.training.gradient_depth import check_teacher, decoder_parts, draw_examples
-    from divdec.training.gradient_depth import gradient_depth as measure
-
-    def ours(folder: Path) -> bool:
-        return (read_record(folder) or {}).get("verb") == "gradient-depth"
-
-    output = Path(settings.output).expanduser()
-    check_output(output, settings.overwrite, ours)
-    bootstrap = Bootstrap(seed=settings.seed)
-    sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
-    model, tokenizer = load(settings.bundle, settings, settings)
-    check_teacher(model.steering)
-    decoder_parts(model.target)
-    positions = model.config.max_position_embeddings
-    longest = settings.max_length if positions is None else min(settings.max_length, positions)
-    kwargs = read_template_kwargs(settings.chat_template_kwargs)
-    form = Format(system_prompt=settings.system_prompt, max_length=longest, chat_template_kwargs=kwargs)
-    examples = {
-        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
-        for name, records in sets.items()
-    }
-    for name, drawn in examples.items():
-        report(f"{name} set: {sets[name].label}, {len(drawn)} examples")
-    norms = measure(
-        model,
-        tokenizer,
-        examples,
-        temperature=settings.temperature,
-        direction=settings.direction,
-        batch_size=settings.batch_size,
-        bootstrap=bootstrap,
-        title="gradients",
-    )
-    frame = depth_frame(norms)
-    about = {
-        "steering": str(model.steering),
-        "temperature": settings.temperature,
-        "direction": settings.direction,
-        "batch_size": settings.batch_size,
-        "level": bootstrap.level,
-        "draws": bootstrap.draws,
-        "sets": {name: records.label for name, records in sets.items()},
-        "peak_layers": {" ".join(column): layer for column, layer in peaks(frame).items()},
-    }
-    with output_folder(output, settings.overwrite, ours) as folder:
-        content = write_depth(folder, norms, about, bootstrap.level)
-        write_json(folder / RECORD, record("gradient-depth", dataclasses.asdict(settings), **about))
-    if printing.json:
-        print(json.dumps(content))
-        return
-    console = Console(width=max(Console().width, 80))
-    console.print(depth_table(frame))
-    console.print(
-        f"L2 norm of the gradient, mean over examples with its {bootstrap.level:.0%} interval; "
-        f"the largest of each column is bold\nresult: {output}",
-        highlight=False,
-        soft_wrap=True,
-    )

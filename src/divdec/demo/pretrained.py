@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +19,8 @@ from rich.table import Table
 
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, split
-from divdec.demo.run import console_for, is_demo, reporter, say_where
 from divdec.errors import UsageError
-from divdec.model.bundle import rewrite_steering, write_bundle
+from divdec.model.bundle import is_bundle, rewrite_steering, write_bundle
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import write_page
@@ -243,3 +245,34 @@ def _introduction(sets: Mapping[str, Sequence[Fact]]) -> str:
         f"{_lead(sets)} {len(sets['retain'])} others are the retain set; the remaining {len(sets['unlisted'])} are in "
         f"neither set.\nBoth auxiliaries start from {LAYERS} layers of the target. The target's weights do not change."
     )
+
+
+def say_where(result: dict[str, Any], output: Path, console: Console) -> None:
+    """Print where a demo's results are, and what to type next."""
+    console.print(
+        f"{result['seconds']:.0f} s. Report: {result['report']}\n"
+        f"Data and models for everything else: {output}\n"
+        f"Talk to it: {_command()} chat {result['bundle']}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def console_for(quiet: bool) -> Console:
+    """Console for an experiment: standard output, or standard error where that must hold JSON alone."""
+    return Console(stderr=quiet, width=max(Console().width, 100))
+
+
+def reporter(console: Console) -> Callable[[str], None]:
+    """A function that prints one-line notes."""
+    return lambda line: console.print(line, style="dim", highlight=False)
+
+
+def is_demo(folder: Path) -> bool:
+    """Whether a folder is the output of an earlier demo."""
+    return (read_record(folder) or {}).get("verb") == "demo" or is_bundle(folder / "bundle")
+
+
+def _command() -> str:
+    """The command that starts divdec here: its name where it is on PATH, otherwise its path."""
+    path = Path(sys.executable).with_name("divdec")
+    return "divdec" if shutil.which("divdec") or not path.is_file() else os.path.relpath(path)

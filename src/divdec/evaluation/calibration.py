@@ -20,8 +20,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
-from divdec.evaluation.muse import continuation
-from divdec.evaluation.questions import decoded, question_of
+from divdec.evaluation.questions import continuation, decoded, question_of
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.steering import Steering

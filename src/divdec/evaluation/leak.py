@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm.auto import tqdm
 
@@ -25,7 +25,7 @@ from divdec.evaluation.phrases import key_phrase
 from divdec.evaluation.questions import QuestionFormat, question_of
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.settings import EvalSettings
+from divdec.evaluation.settings import LeakSettings
 from divdec.remote.client import Endpoint
 
 if TYPE_CHECKING:
@@ -219,14 +219,20 @@ class _Transcript:
 class LeakSuite:
     """Questions, attack prompts and judge of a run of `divdec eval leak`."""
 
-    settings: EvalSettings
+    settings: LeakSettings
     records: RecordSet
     judge: Judge
+    outputs: ClassVar[tuple[str, ...]] = (PROMPTS,)
     prompts: list[list[str]] | None = None
     """The attack prompts of every question, the same for every model of the run and when it is resumed."""
 
+    @property
+    def digest(self) -> str:
+        """Digest of the questions."""
+        return self.records.sha256
+
     @classmethod
-    def read(cls, settings: EvalSettings) -> LeakSuite:
+    def read(cls, settings: LeakSettings) -> LeakSuite:
         """Read the questions, and load the judge.
 
         Raises:
@@ -251,7 +257,7 @@ class LeakSuite:
         """Add the figures that are missing in earlier results, and save after each."""
         settings, records = self.settings, self.records.records
         options: dict[str, Any] = {
-            "prompt_ids": QuestionFormat.from_settings(model.tokenizer, settings).prompt,
+            "prompt_ids": QuestionFormat.from_settings(model.tokenizer, settings, settings.max_length).prompt,
             "batch_size": settings.batch_size,
         }
         for setting, results in zip(model.settings, earlier, strict=True):
@@ -296,7 +302,7 @@ def _merge(results: Results, new: Results) -> None:
     results.about |= new.about
 
 
-def _endpoint(settings: EvalSettings) -> Endpoint:
+def _endpoint(settings: LeakSettings) -> Endpoint:
     if not settings.endpoint or not settings.endpoint_model:
         raise UsageError("give --endpoint URL and --endpoint-model NAME of an OpenAI-compatible server")
     return Endpoint(settings.endpoint, settings.endpoint_model, settings.api_key_env)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from divdec.data.formatting import WHOLE, Example, Format, encode_prompts, encode_records, label_answer
+from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts, encode_records, label_answer
 from divdec.data.records import Message, Record, json_rows, read_text
 from divdec.errors import UsageError
 from divdec.options import read_template_kwargs
@@ -17,9 +17,10 @@ from divdec.options import read_template_kwargs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from divdec.evaluation.settings import EvalSettings
+    from divdec.evaluation.settings import QuestionSettings
 
 Item = TypeVar("Item")
+TEXT_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,16 @@ class QuestionFormat:
     """Variables of the chat template."""
 
     @classmethod
-    def from_settings(cls, tokenizer: PreTrainedTokenizerBase, settings: EvalSettings) -> QuestionFormat:
+    def from_settings(
+        cls, tokenizer: PreTrainedTokenizerBase, settings: QuestionSettings, max_length: int = 512
+    ) -> QuestionFormat:
         """Create the layout that the options of `divdec eval` describe."""
         return cls(
             tokenizer,
             settings.template,
             settings.system_prompt,
             settings.date,
-            max_length=settings.max_length,
+            max_length=max_length,
             chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
         )
 
@@ -184,3 +187,26 @@ def _columns(row: Any, location: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{location}: expected an object with columns, such as question and answer")
     return row
+
+
+def continuation(record: Record, tokenizer: PreTrainedTokenizerBase, longest: int = TEXT_TOKENS) -> Example:
+    """Tokenize a prompt, and `longest` tokens of its labelled continuation at most (OpenUnlearning's completions).
+
+    A text without a prompt is labelled from its second token on. There is no end token.
+
+    Raises:
+        UsageError: fewer than two tokens follow the prompt.
+    """
+    prompt = record.prompt or ""
+    before = token_ids(tokenizer, prompt) if prompt else []
+    whole = token_ids(tokenizer, f"{prompt} {record.answer}" if prompt else record.answer)
+    whole = whole[: len(before) + longest]
+    masked = max(len(before), 1)
+    if len(whole) - masked < 2:
+        raise UsageError(f"{record.location}: there is nothing to predict")
+    return Example(whole, [IGNORED] * masked + whole[masked:])
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokenize a text, with the special tokens that the tokenizer adds."""
+    return list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]

@@ -6,19 +6,15 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, number_of_processes, on_main
-from divdec.evaluation.judges import FLUENCY_CLASSIFIER, Fluency
-from divdec.evaluation.leak import PROMPTS, LeakSuite
-from divdec.evaluation.muse import evaluate_muse, read_muse
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
-from divdec.evaluation.tofu import evaluate_tofu, read_tofu
 from divdec.model.bundle import is_bundle, read_config
 from divdec.model.checkpoint import (
     CheckpointReference,
@@ -54,8 +50,26 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
     return tuple(settings)
 
 
+class Suite(Protocol):
+    """A benchmark with its data, read and checked before a model is loaded."""
+
+    outputs: ClassVar[tuple[str, ...]]
+    """Files that the suite writes into a result folder, besides summary and items."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the data."""
+        ...
+
+    def evaluate(
+        self, model: EvaluatedModel, earlier: list[Results], save: Callable[[Sequence[Results]], None]
+    ) -> list[Results]:
+        """Add the figures that are missing in earlier results, and save after each stage."""
+        ...
+
+
 def evaluate(
-    settings: EvalSettings, device_map: str | None = None, report: Callable[[str], None] = print
+    settings: EvalSettings, suite: Suite, device_map: str | None = None, report: Callable[[str], None] = print
 ) -> list[Results]:
     """Evaluate every model under every setting, and write the results after every stage; the same call resumes.
 
@@ -69,16 +83,16 @@ def evaluate(
     if number_of_processes() > 1 and device_map == "auto":
         raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
-    data_digest, evaluate_suite = _suite(settings, report)
+    register_models()
     runs = _model_runs(settings, output)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
-    names = ("retain_results", "fluency", "reference", "attack_prompts", "judge")
     decides |= {
+        "suite": settings.suite,
         "models' files": [answer_digests(run.checkpoint, verified=not settings.no_verify) for run in runs],
-        "data files": data_digest,
-        "other files": path_digests({name: getattr(settings, name) for name in names}),
+        "data files": suite.digest,
+        "other files": path_digests({name: getattr(settings, name) for name in settings.files}),
     }
-    files = (SUMMARY, ITEMS, PROMPTS)
+    files = (SUMMARY, ITEMS, *suite.outputs)
     folders = [folder.relative_to(output) for run in runs for folder in run.folders]
     stale = [(folder / file).as_posix() for folder in folders for file in files]
     run_folder = RunFolder.open(
@@ -86,13 +100,14 @@ def evaluate(
     )
     with run_folder:
         all_results: list[Results] = []
-        split = settings.split if settings.suite == "tofu" else None
         for step, run in enumerate(runs, start=1):
             if is_main():
                 report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
             results = on_main(
                 lambda run=run: [
-                    read_results(folder) if (folder / SUMMARY).is_file() else Results("", settings.suite, split=split)
+                    read_results(folder)
+                    if (folder / SUMMARY).is_file()
+                    else Results("", settings.suite, split=settings.split)
                     for folder in run.folders
                 ]
             )
@@ -101,11 +116,10 @@ def evaluate(
                 one.name = folder.name
                 one.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
                 one.about |= _identity(run, steering, model)
-                if settings.sequence != "none":
-                    one.about |= {"sequence": settings.sequence, "step": step}
+                one.about |= settings.step(step)
             evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
             save = functools.partial(_save, run=run, settings=settings, output=output)
-            all_results += evaluate_suite(evaluated, earlier=results, save=save)
+            all_results += suite.evaluate(evaluated, earlier=results, save=save)
         seconds = round(time.perf_counter() - started, 1)
         if is_main():
             figures = {results.name: results.figures for results in all_results}
@@ -134,6 +148,12 @@ class _ModelRun:
         return load_model(self.checkpoint, dtype=dtype, device_map=device_map).eval()
 
 
+def register_models() -> None:
+    """Let installed packages register their model classes with transformers (entry points `divdec.models`)."""
+    for entry in entry_points(group="divdec.models"):
+        entry.load()
+
+
 def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
     paths = settings.models
     checkpoints = [CheckpointReference.parse(path).resolve(Path(), weights=True) for path in paths]
@@ -141,7 +161,7 @@ def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
         checkpoint.name if Path(path).name in ("", "..") else Path(path).name
         for path, checkpoint in zip(paths, checkpoints, strict=True)
     ]
-    if settings.sequence != "none":  # the models of a sequence may be the same
+    if settings.step(1):  # the models of a sequence may be the same
         names = [f"step-{step}" for step in range(1, len(names) + 1)]
     elif len(set(paths)) < len(paths):
         raise UsageError(f"a model is given twice: {', '.join(paths)}")
@@ -207,51 +227,3 @@ def _steering(checkpoint: Path, path: str, settings: EvalSettings) -> tuple[Stee
     if settings.steering:
         return (default.revised(settings.steering, allow_negative=settings.allow_negative),)
     return (default,)
-
-
-def _suite(settings: EvalSettings, report: Callable[[str], None]) -> tuple[str, Callable[..., list[Results]]]:
-    """Digest of the suite's data, and its function; bad data is refused before a model is loaded."""
-    folder = Path(settings.data).expanduser()
-    holdout = Path(settings.holdout).expanduser() if settings.holdout else None
-    retained = read_results(settings.retain_results) if settings.retain_results else None
-    if retained is not None and retained.suite != settings.suite:
-        raise UsageError(f"retain results {settings.retain_results} are of the suite {retained.suite}")
-    if settings.suite == "leak":
-        suite = LeakSuite.read(settings)
-        return suite.records.sha256, suite.evaluate
-    shared: dict[str, Any] = {"batch_size": settings.batch_size, "retain_results": retained}
-    if settings.suite == "muse":
-        data = read_muse(folder, holdout, settings.limit)
-        return settings_hash(data), functools.partial(
-            evaluate_muse, data=data, max_length=settings.max_length, **shared
-        )
-    data = read_tofu(folder, settings.split, holdout, settings.limit)
-    fluency = _fluency(settings.fluency, report)
-    reference = None
-    if settings.reference is not None:
-        checkpoint = CheckpointReference.parse(settings.reference).resolve(Path(), weights=True)
-        check_weights(checkpoint)
-        reference = load_model(checkpoint, dtype=dtype_for_passes(settings.dtype)).eval()
-
-    def evaluate_questions(model: EvaluatedModel, **options: Any) -> list[Results]:
-        form = QuestionFormat.from_settings(model.tokenizer, settings)
-        return evaluate_tofu(model, data, form, fluency=fluency, reference=reference, **shared, **options)
-
-    return settings_hash(data), evaluate_questions
-
-
-def _fluency(checkpoint: str | None, report: Callable[[str], None]) -> Fluency | None:
-    """Load the classifier. Nobody asked for the default one, so a machine that lacks it measures everything else."""
-    if checkpoint == "none":
-        return None
-    if checkpoint is not None:
-        return Fluency(checkpoint)
-    try:
-        return Fluency(FLUENCY_CLASSIFIER)
-    except UsageError:
-        if is_main():
-            report(
-                f"fluency is left out: its classifier {FLUENCY_CLASSIFIER} cannot be loaded, neither from the local "
-                "Hugging Face cache nor from the hub; give another one with --fluency"
-            )
-        return None

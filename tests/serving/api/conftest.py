@@ -4,7 +4,7 @@ import httpx
 import openai
 import pytest
 
-from served import engine_of, serving
+from support.served import engine_of, serving
 
 
 @pytest.fixture(scope="session")

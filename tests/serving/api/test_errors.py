@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_parts
-from served import serving
+from support.served import serving
+from support.tiny import make_parts
 
 ASKED = {"model": "tiny", "prompt": "The", "max_tokens": 1}
 TURNS = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 1}

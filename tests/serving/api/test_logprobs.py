@@ -11,7 +11,7 @@ from divdec import DivergenceForCausalLM
 from divdec.cli.serving import ServeSettings
 from divdec.errors import UsageError
 from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy, RefuseLogprobs, default_level, find_refused_field
-from served import bundle_of, engine_of, serving
+from support.served import bundle_of, engine_of, serving
 
 TEXT = {"model": "tiny", "prompt": "The city of", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 4, "temperature": 0}

@@ -8,8 +8,8 @@ import torch
 
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
-from exactness import assert_same_text
-from served import engine_of, serving
+from support.exactness import assert_same_text
+from support.served import engine_of, serving
 
 PROMPT = "Who wrote the book of"
 TURNS = [{"role": "user", "content": "Where was she born?"}]

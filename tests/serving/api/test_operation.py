@@ -16,7 +16,7 @@ import pytest
 
 from divdec import UsageError
 from divdec.cli import main
-from served import bundle_of, engine_of, eventually, figure, process, serving
+from support.served import bundle_of, engine_of, eventually, figure, process, serving
 
 LONG = {"model": "tiny", "prompt": "The", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "seed": 1}
 SHORT = {"model": "tiny", "prompt": "The", "max_tokens": 2, "temperature": 0}

@@ -14,7 +14,7 @@ import torch
 
 from divdec.serving.logprobs import BOUNDS, GRID, LogprobPolicy
 from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
-from served import engine_of, serving
+from support.served import engine_of, serving
 
 LEVELS = ("off", "top-1", "rounded:0.5")
 EXACT = 2e-3  # nats

@@ -17,8 +17,6 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-import tokenizer_kinds
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt
@@ -26,8 +24,10 @@ from divdec.data.records import Message, Record
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
-from reference import linear, rank, steered_logits
-from served import engine_of, serving
+from support import tokenizer_kinds
+from support.reference import linear, rank, steered_logits
+from support.served import engine_of, serving
+from support.tiny import tiny_model
 
 NEAR = 5e-3  # nats by which logits may differ: batches, padding and caches round otherwise than one pass
 LOWEST = -9999.0

@@ -12,7 +12,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.serving import SuppressionPolicy, scheduler
 from divdec.serving.logprobs import LogprobPolicy
 from divdec.serving.suppression import suppressed_share
-from served import engine_of, serving
+from support.served import engine_of, serving
 
 PROMPT = "The city of"
 TEXT = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}

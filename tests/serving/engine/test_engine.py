@@ -6,15 +6,15 @@ import copy
 import pytest
 import torch
 
-from architectures import tiny_architecture
-from conftest import make_parts, tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine import Busy, Engine
 from divdec.serving.request import SamplingParams
 from divdec.serving.scheduler import Closing
-from engines import Failing, Slow, alone, answer, answered_tokens, greedy, run, tokens_of
-from exactness import LOGITS, assert_same_answer
+from support.architectures import tiny_architecture
+from support.engines import Failing, Slow, alone, answer, answered_tokens, greedy, run, tokens_of
+from support.exactness import LOGITS, assert_same_answer
+from support.tiny import make_parts, tiny_model
 
 TEXTS = (
     "Who wrote The Hollow Orchard?",

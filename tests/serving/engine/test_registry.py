@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from conftest import tiny_model
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
 from divdec.serving.engine import Engine
@@ -12,8 +11,9 @@ from divdec.serving.request import SamplingParams
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import DATABASE
-from engines import alone
-from exactness import assert_same_answer
+from support.engines import alone
+from support.exactness import assert_same_answer
+from support.tiny import tiny_model
 
 TOKENS = 100
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import tiny_model
-from vllm_reference import environment
+from support.tiny import tiny_model
+from support.vllm_reference import environment
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_reference import ALONE, Reference, is_steered, requests, same_answers
+from support.vllm_reference import ALONE, Reference, is_steered, requests, same_answers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

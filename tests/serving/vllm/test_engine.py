@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from divdec import write_bundle
-from vllm_reference import ALONE, EAGER, TWO_RANKS, Reference, furthest, is_steered, requests, same_answers
+from support.vllm_reference import ALONE, EAGER, TWO_RANKS, Reference, furthest, is_steered, requests, same_answers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

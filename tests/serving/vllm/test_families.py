@@ -17,7 +17,7 @@ import transformers
 from divdec import write_bundle
 from divdec.data.records import texts_of
 from divdec.takedowns.registry import Registry
-from vllm_reference import (
+from support.vllm_reference import (
     ALONE,
     EAGER,
     EXTRA,

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from divdec.serving.logprobs import MAX_BODY_BYTES
-from leaks import Client, Suite, make_leaky
-from vllm_reference import HEADERS, vllm_serving
+from support.leaks import Client, Suite, make_leaky
+from support.vllm_reference import HEADERS, vllm_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from divdec import DivergenceForCausalLM
-from vllm_reference import ALONE, EAGER, Reference, requests
+from support.vllm_reference import ALONE, EAGER, Reference, requests
 
 pytestmark = [pytest.mark.vllm_slow, pytest.mark.timeout(900)]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conftest import tiny_model
 from divdec import write_bundle
-from vllm_reference import environment
+from support.tiny import tiny_model
+from support.vllm_reference import environment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -14,8 +14,8 @@ from divdec.remote.client import Endpoint
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering
-from exactness import assert_same_answer
-from vllm_reference import KEY, Reference, environment
+from support.exactness import assert_same_answer
+from support.vllm_reference import KEY, Reference, environment
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -6,8 +6,8 @@ import torch
 
 from divdec.data.records import texts_of
 from divdec.takedowns.registry import Registry
-from exactness import assert_same_text
-from vllm_reference import HEADERS, KEY, Reference, vllm_serving
+from support.exactness import assert_same_text
+from support.vllm_reference import HEADERS, KEY, Reference, vllm_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

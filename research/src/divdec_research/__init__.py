@@ -1,0 +1,1 @@
+"""The laboratory of divdec: benchmarks, other unlearning methods, comparisons and figures."""

@@ -1,0 +1,10 @@
+"""Register the inference-time baselines with transformers' Auto classes; import this before loading a baseline."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from divdec.model.checkpoint import COMPOSITE
+from divdec_research.baselines import eco, filters, guard, logits  # noqa: F401  each registers its decoding
+from divdec_research.baselines.composite import CompositeConfig, CompositeForCausalLM
+
+AutoConfig.register(COMPOSITE, CompositeConfig, exist_ok=True)
+AutoModelForCausalLM.register(CompositeConfig, CompositeForCausalLM, exist_ok=True)

@@ -1,0 +1,273 @@
+"""Recognition of prompts about the forget set by their sentence embeddings, for GUARD and ECO.
+
+Every decision depends on the tokens before it only, so that teacher-forced passes, cached generation and padded
+batches decide the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Cache
+
+from divdec.bridge.alignment import common_prefix_length
+from divdec.data.formatting import Format, encode_prompts
+from divdec.data.records import Message, Record, RecordSet
+from divdec.errors import UsageError
+from divdec.experts.token_cache import PADDING, TokenCache, masked
+from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
+from divdec_research.baselines.composite import Step
+from divdec_research.baselines.embedder import SentenceEmbedder, find_embedder
+from divdec_research.baselines.job import Job
+from divdec_research.baselines.settings import ClassifierSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CLASSIFIER = "classifier.safetensors"
+MEMORY = 1024
+"""Texts whose embeddings a classifier keeps: the prompt before an answer's tokens is always the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLayout:
+    """Borders between prompts and answers in a token sequence."""
+
+    header: tuple[int, ...]
+    """Tokens that all prompts begin with."""
+    marker: tuple[int, ...]
+    """Tokens between a question and its answer; empty for plain text."""
+    ends: tuple[int, ...]
+    """Tokens that end an answer; a prompt follows."""
+    window: int
+    """Length of the prompt where there is no marker; every token is then predicted as an answer."""
+
+    def prompts_and_answers(
+        self, tokens: Int[Tensor, "batch tokens"]
+    ) -> tuple[Bool[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
+        """Mark the tokens of prompts (markers included), and the tokens that an answer's token follows.
+
+        Args:
+            tokens: whole sequences, −1 for padding.
+        """
+        real = tokens != PADDING
+        if not self.marker:
+            return real & (real.cumsum(dim=1) <= self.window), real
+        indices = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        opens = torch.ones_like(real)
+        for distance, token in enumerate(reversed(self.marker)):
+            opens &= _shift_right(tokens == token, distance)
+        ends = torch.isin(tokens, torch.tensor(self.ends, dtype=tokens.dtype, device=tokens.device))
+        last_open, last_end = (torch.where(mask, indices, -1).cummax(dim=1).values for mask in (opens, ends))
+        answers = last_open > last_end
+        return real & ~_shift_right(answers, 1), answers
+
+
+def find_layout(tokenizer: PreTrainedTokenizerBase, records: RecordSet, window: int, form: Format) -> PromptLayout:
+    """Find header and marker of a record set: the common beginning and ending of prompts with different questions."""
+    end = tokenizer.eos_token_id
+    ends = (end,) if isinstance(end, int) else ()
+    if records.kind not in ("question/answer", "messages"):
+        return PromptLayout((), (), ends, window)
+    questions = ("Who?", "When did it end", "A list:\n- one.", "42")
+    asked = [Record("", messages=(Message("user", question),)) for question in questions]
+    first, *others = encode_prompts(asked, tokenizer, form)
+    header = min(common_prefix_length(first, other) for other in others)
+    length = min(common_prefix_length(first[::-1], other[::-1]) for other in others)
+    if length == 0:
+        raise UsageError("the tokenizer's chat template puts nothing between question and answer to tell them apart by")
+    return PromptLayout(tuple(first[:header]), tuple(first[-length:]), ends, window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Decisions of the classifier after each of the last tokens."""
+
+    tokens: Int[Tensor, "batch past_and_tokens"]
+    """All tokens of the sequence so far, −1 for padding."""
+    prompt: Bool[Tensor, "batch past_and_tokens"]
+    """Tokens that belong to a prompt."""
+    answer: Bool[Tensor, "batch past_and_tokens"]
+    """Tokens that an answer's token follows."""
+    embeddings: Float[Tensor, "batch kept features"]
+    """Sentence embedding of the prompt so far."""
+    forget: Bool[Tensor, "batch kept"]
+    """Whether the prompt so far is about the forget set."""
+
+
+class PromptClassifier(nn.Module):
+    """A logistic regression on the sentence embedding of the prompt's text."""
+
+    def __init__(
+        self,
+        layout: PromptLayout,
+        tokenizer: PreTrainedTokenizerBase,
+        embedder: SentenceEmbedder,
+        weight: Float[Tensor, " features"],
+        bias: Float[Tensor, ""],
+        threshold: float,
+    ) -> None:
+        """Store the result of `fit_classifier`.
+
+        Args:
+            layout: borders between prompts and answers.
+            tokenizer: the target's.
+            embedder: computes the embeddings.
+            weight: coefficients of the regression.
+            bias: its intercept.
+            threshold: the least probability of a prompt about the forget set.
+        """
+        super().__init__()
+        self.layout = layout
+        self.tokenizer = tokenizer
+        self.embedder = embedder
+        self.threshold = threshold
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self._embeddings: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def read(self, step: Step, cache: Cache | None, kept: int) -> Reading:
+        """Decide after each of the last `kept` tokens.
+
+        Args:
+            step: the new tokens.
+            cache: a `TokenCache`, or None.
+            kept: number of positions, counted from the end.
+        """
+        tokens = read_tokens(step, cache)
+        prompt, answer = self.layout.prompts_and_answers(tokens)
+        lengths = prompt.cumsum(dim=1)[:, -kept:].tolist()
+        prompts = []
+        for ids, own, row in zip(tokens, prompt, lengths, strict=True):
+            whole = ids[own].tolist()
+            by_length = {length: tuple(whole[:length]) for length in set(row)}
+            prompts += [by_length[length] for length in row]
+        embeddings = self.embed(prompts).unflatten(0, (len(tokens), kept))
+        return Reading(tokens, prompt, answer, embeddings, self.probability(embeddings) > self.threshold)
+
+    def embed(self, prompts: Sequence[tuple[int, ...]]) -> Float[Tensor, "prompts features"]:
+        """Compute the embeddings of prompts, or of their beginnings, and keep them."""
+        texts = {prompt: self.text_of(prompt) for prompt in dict.fromkeys(prompts)}
+        missing = [text for text in dict.fromkeys(texts.values()) if text not in self._embeddings]
+        if len(self._embeddings) + len(missing) > MEMORY:
+            self._embeddings = {text: self._embeddings[text] for text in {*texts.values()} - {*missing}}
+        if missing:
+            self._embeddings |= dict(zip(missing, self.embedder.embed(missing), strict=True))
+        return torch.stack([self._embeddings[texts[prompt]] for prompt in prompts])
+
+    def text_of(self, prompt: Sequence[int]) -> str:
+        """Decode a prompt without header, marker and special tokens."""
+        header, marker, ids = self.layout.header, self.layout.marker, tuple(prompt)
+        if ids[: len(header)] == header:
+            ids = ids[len(header) :]
+        if marker and ids[-len(marker) :] == marker:
+            ids = ids[: -len(marker)]
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+    def probability(self, embeddings: Float[Tensor, "*prompts features"]) -> Float[Tensor, "*prompts"]:
+        """Probability that a prompt with this embedding is about the forget set."""
+        weight, bias = (self.get_buffer(name).to(embeddings) for name in ("weight", "bias"))
+        return (embeddings @ weight + bias).sigmoid()
+
+
+def read_tokens(step: Step, cache: Cache | None) -> Int[Tensor, "batch past_and_tokens"]:
+    """Add the new tokens to a `TokenCache`, if one is given, and return all tokens on the CPU, −1 for padding."""
+    if cache is None:
+        return masked(step.input_ids, step.attention_mask)
+    assert isinstance(cache, TokenCache)
+    return cache.token_layer.extend(step.input_ids, step.attention_mask)
+
+
+def fit_classifier(
+    job: Job, settings: ClassifierSettings
+) -> tuple[PromptClassifier, Float[Tensor, "prompts features"]]:
+    """Train the classifier on the prompts of forget and retain set, which have equal weight.
+
+    Returns:
+        The classifier, and the embeddings of the forget prompts.
+
+    Raises:
+        UsageError: there is no embedder, or no border between prompts and answers.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    embedder = SentenceEmbedder(find_embedder(settings.embedder))
+    layout = find_layout(job.tokenizer, job.forget, settings.window, job.form)
+    untrained = PromptClassifier(layout, job.tokenizer, embedder, torch.zeros(0), torch.zeros(()), settings.threshold)
+    forget, retain = (untrained.embed(_prompts(job, records, layout)) for records in (job.forget, job.retain))
+    together = torch.cat([forget, retain])
+    mean, scale = together.mean(dim=0), together.std(dim=0).clamp(min=1e-6)
+    labels = [1] * len(forget) + [0] * len(retain)
+    # Standardized, because the coordinates of a normalized embedding are too small for the penalty of scikit-learn.
+    regression: Any = LogisticRegression(max_iter=1000, class_weight="balanced")
+    regression.fit(((together - mean) / scale).numpy(), labels)
+    weight = torch.tensor(regression.coef_[0]).float() / scale
+    bias = torch.tensor(regression.intercept_[0]).float() - mean @ weight
+    classifier = PromptClassifier(layout, job.tokenizer, embedder, weight, bias, settings.threshold)
+    rates = [float((classifier.probability(rows) > settings.threshold).float().mean()) for rows in (forget, retain)]
+    job.report(f"classifier: flags {rates[0]:.1%} of the forget prompts and {rates[1]:.1%} of the retain prompts")
+    return classifier, forget
+
+
+def write_classifier(
+    output: Path, classifier: PromptClassifier, settings: ClassifierSettings, **more: Tensor
+) -> dict[str, Any]:
+    """Write the classifier's tensors, and return its options for the configuration."""
+    tensors = {"weight": classifier.get_buffer("weight"), "bias": classifier.get_buffer("bias")} | more
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output / CLASSIFIER)
+    path = classifier.embedder.folder
+    # The package lies elsewhere on other machines, so a composite does not refer to its folder.
+    folder = None if settings.embedder is None else Path(os.path.relpath(path.resolve(), output.resolve())).as_posix()
+    return {
+        "layout": dataclasses.asdict(classifier.layout),
+        "threshold": settings.threshold,
+        "embedder": CheckpointReference(folder=folder, sha256=digests(path)).to_dict(),
+    }
+
+
+def read_classifier(folder: Path, options: Mapping[str, Any]) -> tuple[PromptClassifier, dict[str, Tensor]]:
+    """Read the classifier of a folder, and all tensors in its file.
+
+    Raises:
+        UsageError: the embedder is missing or has changed, or an earlier version wrote the folder.
+    """
+    if "embedder" not in options:
+        raise UsageError(
+            f"{folder} holds a classifier of hidden states, of an earlier version; create the baseline again"
+        )
+    tensors = load_file(folder / CLASSIFIER)
+    fields = options["layout"]
+    header, marker, ends = (tuple(fields[name]) for name in ("header", "marker", "ends"))
+    layout = PromptLayout(header, marker, ends, int(fields["window"]))
+    relative, sha256 = options["embedder"].get("folder"), options["embedder"]["sha256"]
+    path = find_embedder(None if relative is None else str((folder / relative).resolve()))
+    CheckpointReference(folder=str(path), sha256=sha256).verify(path, "embedder")
+    classifier = PromptClassifier(
+        layout, load_tokenizer(folder), SentenceEmbedder(path), tensors["weight"], tensors["bias"],
+        float(options["threshold"]),
+    )  # fmt: skip
+    return classifier, tensors
+
+
+def _prompts(job: Job, records: RecordSet, layout: PromptLayout) -> list[tuple[int, ...]]:
+    """Tokenize each record's prompt, as the classifier reads it."""
+    if layout.marker:
+        return [tuple(ids) for ids in encode_prompts(records.records, job.tokenizer, job.form)]
+    texts: list[Any] = [(record.prompt or "") + record.answer for record in records]
+    return [tuple(ids[: layout.window]) for ids in job.tokenizer(texts)["input_ids"] if ids]
+
+
+def _shift_right(mask: Bool[Tensor, "batch tokens"], distance: int) -> Bool[Tensor, "batch tokens"]:
+    """Shift each row to the right by `distance` columns and fill with False."""
+    if distance == 0:
+        return mask
+    return nn.functional.pad(mask, (distance, 0))[:, : mask.shape[1]]

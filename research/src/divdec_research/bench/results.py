@@ -1,0 +1,170 @@
+"""Tables and plots of the rows that `divdec bench` measures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from divdec.costs.model_size import format_quantity
+from divdec.report.style import SERIES_STYLES, TEXT, style, write_figure
+from divdec.runs import write_text
+from divdec_research.charts import markdown_table
+
+BenchRow = Mapping[str, Any]
+Cells = list[dict[str, str]]
+PASSES = {"prefill": "prompt (prefill)", "decode": "one token (decode)"}
+DECODING = {
+    "plain": "steered, one after the other",
+    "speculative": "steered, by blocks",
+    "beside": "steered, auxiliaries beside the target",
+}
+
+
+def compute_deviation(rows: Sequence[BenchRow]) -> dict[str, Any]:
+    """Summarise the deviation of measured compute from 1 + 2n/N, with and without embeddings; empty without rows."""
+    if not rows:
+        return {}
+    result: dict[str, Any] = {"combinations": len(rows)}
+    for name in PASSES:
+        for theory in ("theory", "theory_without_embeddings"):
+            deviations = [row["ratio"][name] / row[theory] - 1 for row in rows]
+            result[f"{name}_against_{theory}"] = {
+                "median": statistics.median(deviations),
+                "median_size": statistics.median(map(abs, deviations)),
+                "largest_size": max(map(abs, deviations)),
+            }
+    return result
+
+
+def compute_figure(rows: Sequence[BenchRow]) -> Figure:
+    """Draw the measured ratio over 1 + 2n/N for prefill and decoding, a style for each vocabulary."""
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    highest = 1.03 * max(max(row["theory"], *row["ratio"].values()) for row in rows)
+    for axes, (name, title) in zip(panels, PASSES.items(), strict=True):
+        axes.plot([1, highest], [1, highest], color=TEXT, linewidth=0.9, label="as many FLOPs, as much time")
+        for index, vocabulary in enumerate(sorted({row["vocabulary"] for row in rows})):
+            series_style = SERIES_STYLES[index % len(SERIES_STYLES)]
+            points = [(row["theory"], row["ratio"][name]) for row in rows if row["vocabulary"] == vocabulary]
+            axes.plot(
+                *zip(*points, strict=True),
+                series_style.marker,
+                color=series_style.colour,
+                markersize=5,
+                linestyle="none",
+                label=f"vocabulary {vocabulary:,}",
+            )
+        axes.set_title(title)
+        axes.set_xlabel("1 + 2n/N (embeddings counted)")
+        axes.grid(True)
+    panels[0].set_ylabel("(t_P + t_p + t_q) / t_P, measured")
+    panels[0].legend(fontsize=8, loc="upper left")
+    return figure
+
+
+def latency_figure(rows: Sequence[BenchRow]) -> Figure:
+    """Draw t_Q/t_P over the vocabulary, a panel for each kind of decoding, a line for each target."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
+    figure = Figure(figsize=(4.8 * len(kinds), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
+    pairs = list(dict.fromkeys((row["target"], row["auxiliary"]) for row in rows))
+    for axes, kind in zip(panels, kinds, strict=True):
+        for index, pair in enumerate(pairs):
+            series_style = SERIES_STYLES[index % len(SERIES_STYLES)]
+            points = sorted(
+                (row["vocabulary"], row["ratio"][kind])
+                for row in rows
+                if (row["target"], row["auxiliary"]) == pair and kind in row["ratio"]
+            )
+            axes.plot(
+                [x for x, _ in points], [y for _, y in points], marker=series_style.marker, color=series_style.colour,
+                linestyle=series_style.dash, markersize=5, label=f"{pair[0]} with two {pair[1]}",
+            )  # fmt: skip
+        axes.axhline(1, color=TEXT, linewidth=0.9)
+        axes.set_title(DECODING[kind])
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row["vocabulary"] for row in rows}))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("vocabulary (tokens)")
+        axes.grid(True)
+    panels[0].set_ylabel("t_Q / t_P, measured")
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def compute_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
+    """Tabulate ratios and their deviations from 1 + 2n/N; `narrow` leaves out what 80 columns cannot hold."""
+    table = []
+    for row in rows:
+        cells = _combination(row, narrow)
+        if not narrow:
+            cells |= {"N": format_quantity(row["N"]), "n": format_quantity(row["n"])}
+        cells["1 + 2n/N"] = f"{row['theory']:.3f}"
+        if not narrow:
+            cells["without embeddings"] = f"{row['theory_without_embeddings']:.3f}"
+        for name in PASSES:
+            ratio, deviation = f"{row['ratio'][name]:.3f}", f"{row['deviation'][name]:+.1%}"
+            cells |= {name: f"{ratio} {deviation}"} if narrow else {name: ratio, f"{name}, deviation": deviation}
+        table.append(cells)
+    return table
+
+
+def latency_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
+    """Tabulate milliseconds per token, measured and predicted, and t_Q/t_P; `narrow` keeps the ratios."""
+    kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
+    table = []
+    for row in rows:
+        cells = _combination(row, narrow)
+        seconds, predicted = row["seconds_per_token"], row["predicted_over_measured"]
+        if not narrow:
+            cells["acceptance"] = f"{row['acceptance']:.2f}"
+        for kind in ("target",) if narrow else ("target", *kinds):
+            cells[f"{kind}, ms"] = f"{1e3 * seconds[kind]:.1f}" if kind in seconds else ""
+            if not narrow:
+                cells[f"{kind}, predicted / measured"] = f"{predicted[kind]:.2f}" if kind in predicted else ""
+        for kind in kinds:
+            cells[kind if narrow else f"t_Q/t_P, {kind}"] = f"{row['ratio'][kind]:.3f}" if kind in row["ratio"] else ""
+        table.append(cells)
+    return table
+
+
+def _combination(row: BenchRow, narrow: bool) -> dict[str, str]:
+    target, auxiliary, vocabulary = row["target"], row["auxiliary"], str(row["vocabulary"])
+    if not narrow:
+        return {"target": target, "auxiliaries": auxiliary, "vocabulary": vocabulary}
+    family = target.partition("-")[0]  # chinchilla-306M + 44M
+    return {"target + auxiliaries": f"{target} + {auxiliary.removeprefix(f'{family}-')}", "vocabulary": vocabulary}
+
+
+def write_compute(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
+    """Write table.md and compute.svg into a folder."""
+    description = f"(t_P + t_p + t_q)/t_P against 1 + 2n/N on {device}"
+    _write(folder, "compute", compute_table(rows), compute_figure, rows, "Compute increase, measured", description)
+
+
+def write_latency(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
+    """Write table.md and latency.svg into a folder."""
+    description = f"t_Q/t_P over the vocabulary on {device}"
+    _write(folder, "latency", latency_table(rows), latency_figure, rows, "Latency increase, measured", description)
+
+
+def _write(
+    folder: Path,
+    name: str,
+    table: Cells,
+    draw: Callable[[Sequence[BenchRow]], Figure],
+    rows: Sequence[BenchRow],
+    title: str,
+    description: str,
+) -> None:
+    write_text(folder / "table.md", markdown_table(list(table[0]), [list(cells.values()) for cells in table]))
+    with style(f"divdec-bench-{name}"):
+        figure = draw(rows)
+        write_figure(folder / f"{name}.svg", figure, title=title, description=description, sources=["results.jsonl"])

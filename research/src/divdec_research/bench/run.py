@@ -1,0 +1,467 @@
+"""The benchmarks behind `divdec bench`: compute and latency of steering, measured on models with random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+
+from divdec.costs.estimate import Device, Workload, measure_device, pass_seconds, predict_latency
+from divdec.costs.formulas import compute_increase
+from divdec.costs.model_size import ModelSize, measure_size
+from divdec.decoding.speculative import Speculation, SpeculationStatistics
+from divdec.errors import UsageError
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record, settings_hash
+from divdec_research.bench.results import PASSES, compute_deviation, write_compute, write_latency
+from divdec_research.bench.settings import SHAPES, BenchSettings, DecoderShape, LatencySettings, find_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RESULTS = "results.jsonl"
+WITHOUT = "_without_embeddings"
+WAYS = ("target", "plain", "speculative", "beside")
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+DEVICE_ROUNDS = 3  # measurements of the device, with each combination
+SPARE = 1.1  # factor for activations and the allocator
+# Targets, auxiliaries and vocabularies that are measured by default.
+ON_CPU = (
+    ("chinchilla-140M", "chinchilla-306M", "chinchilla-489M"), ("chinchilla-44M", "chinchilla-106M"), (2**15, 2**17),
+)  # fmt: skip
+ON_CUDA = (
+    ("chinchilla-9293M", "chinchilla-12295M", "chinchilla-16183M", "llama-19B", "llama-31B", "llama-48B", "llama-70B"),
+    ("chinchilla-306M", "chinchilla-1018M", "chinchilla-2007M", "chinchilla-4084M"),
+    (2**15, 2**16, 2**17, 2**18),
+)
+Times = dict[str, dict[str, list[float]]]
+Models = Mapping[str, "PreTrainedModel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchDevice:
+    """Device and type of the models."""
+
+    device: torch.device
+    dtype: torch.dtype
+    name: str
+
+    @classmethod
+    def of(cls, settings: BenchSettings) -> BenchDevice:
+        """Find the requested device.
+
+        Raises:
+            UsageError: there is no GPU.
+        """
+        kind = settings.device
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UsageError("device is 'cuda' and this machine has no GPU that PyTorch can use; give --device cpu")
+        dtype = settings.dtype if settings.dtype != "auto" else "bfloat16" if kind == "cuda" else "float32"
+        cpu = f"cpu, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name() if kind == "cuda" else cpu
+        device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return cls(device, getattr(torch, dtype), name)
+
+    @property
+    def free_bytes(self) -> int:
+        """Free memory."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.device)[0]
+        return psutil.virtual_memory().available
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """Shapes of target and auxiliaries, and the vocabulary size of all three models."""
+
+    target: DecoderShape
+    auxiliary: DecoderShape
+    vocabulary: int
+    N: ModelSize
+    n: ModelSize
+
+    def key(self, settings: BenchSettings, device: BenchDevice, *more: Any) -> str:
+        """Digest of everything that decides a measurement."""
+        shapes = [dataclasses.asdict(self.target), dataclasses.asdict(self.auxiliary), self.vocabulary]
+        options = [settings.batch, settings.prompt, settings.tokens, settings.rounds, settings.seed]
+        return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__, *more])
+
+    def misfit(self, work: Workload, device: BenchDevice) -> str | None:
+        """Why weights and caches of the three models do not fit into memory, or None."""
+        weights = (self.N.parameters + 2 * self.n.parameters) * work.width
+        caches = self.N.cache_bytes(work.context, work.width) + 2 * self.n.cache_bytes(work.context, work.width)
+        needed, free = SPARE * (weights + work.batch_size * caches), device.free_bytes
+        if needed <= free:
+            return None
+        return f"needs {needed / 1e9:.3g} GB, and {device.name} has {free / 1e9:.3g} GB free"
+
+    def create(self, settings: BenchSettings, device: BenchDevice) -> dict[str, PreTrainedModel]:
+        """Create P, p and q with random weights; those of p and q differ.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit.
+        """
+        from transformers import AutoModelForCausalLM
+
+        models = {}
+        for index, (name, shape) in enumerate({"P": self.target, "p": self.auxiliary, "q": self.auxiliary}.items()):
+            torch.manual_seed(settings.seed + index)
+            config = shape.config(self.vocabulary, settings.prompt + settings.tokens)
+            with device.device:
+                models[name] = AutoModelForCausalLM.from_config(config, dtype=device.dtype).eval()
+        return models
+
+    def about(self, device: BenchDevice, settings: BenchSettings) -> dict[str, Any]:
+        """Columns of a result row that describe the combination."""
+        return {
+            "target": self.target.name,
+            "auxiliary": self.auxiliary.name,
+            "vocabulary": self.vocabulary,
+            "N": self.N.parameters,
+            "n": self.n.parameters,
+            "N_without_embeddings": int(self.N.count(embeddings=False)),
+            "n_without_embeddings": int(self.n.count(embeddings=False)),
+            "device": device.name,
+            "dtype": str(device.dtype).removeprefix("torch."),
+            "batch": settings.batch,
+            "prompt": settings.prompt,
+            "tokens": settings.tokens,
+            "rounds": settings.rounds,
+        }
+
+
+def combinations(settings: BenchSettings, device: BenchDevice) -> list[Combination]:
+    """List all combinations with 2n ≤ N, embeddings counted (paper, appendix Compute Requirements).
+
+    Raises:
+        UsageError: a shape is not known, or no combination is left.
+    """
+
+    def shapes(names: Sequence[str]) -> list[DecoderShape]:
+        return list(SHAPES.values()) if "all" in names else [find_shape(name) for name in dict.fromkeys(names)]
+
+    usual = ON_CUDA if device.device.type == "cuda" else ON_CPU
+    targets, auxiliaries = shapes(settings.targets or usual[0]), shapes(settings.auxiliaries or usual[1])
+    result = []
+    for vocabulary in dict.fromkeys(settings.vocabularies or usual[2]):
+        sizes = {
+            shape: measure_size(shape.config(vocabulary, settings.prompt + settings.tokens), shape.name)
+            for shape in {*targets, *auxiliaries}
+        }
+        result += [
+            Combination(target, auxiliary, vocabulary, sizes[target], sizes[auxiliary])
+            for target in targets
+            for auxiliary in auxiliaries
+            if 2 * sizes[auxiliary].parameters <= sizes[target].parameters
+        ]
+    if not result:
+        raise UsageError("no pair of target and auxiliary has 2n ≤ N; give larger --targets or smaller --auxiliaries")
+    return result
+
+
+def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure (t_P + t_p + t_q)/t_P against 1 + 2n/N, prefill and decoding apart, and write table, plot and run.json.
+
+    Combinations that the output folder holds are not measured again.
+
+    Returns:
+        rows (of the requested combinations), left_out (combinations that do not fit), complete, and summary.
+
+    Raises:
+        UsageError: a setting cannot be used.
+    """
+
+    def measure(one: Combination, models: Models, about: Mapping[str, Any]) -> dict[str, Any]:
+        return compute_figures(time_passes(models, one.vocabulary, settings), about)
+
+    result = _run("bench compute", settings, {}, measure, write_compute, report)
+    return {**result, "summary": compute_deviation(result["rows"])}
+
+
+def bench_latency(settings: LatencySettings, report: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure t_Q/t_P of whole answers against vocabulary and N, and write table, plot and run.json.
+
+    The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel. The
+    device is measured with every combination, so that the roofline's prediction refers to the same machine state.
+
+    Returns:
+        rows (of the requested combinations), left_out (combinations that do not fit), and complete.
+
+    Raises:
+        UsageError: a setting cannot be used, or processor time differs from the latency on this device.
+    """
+    device = BenchDevice.of(settings)
+    apart = device.device
+    if apart.type == "cuda" and torch.cuda.device_count() > 1:
+        apart = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+    if settings.clock == "processor" and (device.device.type != "cpu" or torch.get_num_threads() > 1):
+        raise UsageError(
+            f"clock 'processor' is for one thread of a CPU, not for {device.name}; set OMP_NUM_THREADS=1 and give "
+            "--device cpu, or --clock wall"
+        )
+    about = {"block": settings.block, "clock": settings.clock, "auxiliaries_on": str(apart)}
+
+    def measure(one: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
+        return _measure_latency(one, models, settings, device, apart)
+
+    return _run("bench latency", settings, about, measure, write_latency, report, settings.agreement)
+
+
+def _run(
+    verb: str,
+    settings: BenchSettings,
+    extra: Mapping[str, Any],
+    measure: Callable[[Combination, Models, Mapping[str, Any]], dict[str, Any]],
+    write: Callable[[Path, Sequence[Any], str], None],
+    report: Callable[[str], None],
+    *decides: Any,
+) -> dict[str, Any]:
+    device = BenchDevice.of(settings)
+    wanted = {one.key(settings, device, verb, extra, *decides): one for one in combinations(settings, device)}
+    output = Path(settings.output).expanduser()
+    if output.is_dir() and any(entry.name != LOCK for entry in output.iterdir()):
+        earlier = (read_record(output) or {}).get("verb")
+        if earlier != verb:
+            raise UsageError(
+                f"output folder {output} holds {f'a result of `divdec {earlier}`' if earlier else 'other files'}; give "
+                f"the name of a new folder, or of one that `divdec {verb}` has written"
+            )
+    work, left_out = workload(settings, device), []
+    run = RunFolder.open(output, verb, settings, verb, extend=True)
+    with run:
+        results = ResumableOutput(output / RESULTS)
+        missing = [key for key in wanted if key not in results]
+        report(f"{len(wanted)} combinations on {device.name}, {len(wanted) - len(missing)} of them measured before")
+        measured = 0
+        for key in tqdm(missing, desc=verb, unit="combination", dynamic_ncols=True):
+            if settings.limit is not None and measured >= settings.limit:
+                break
+            one = wanted[key]
+            about = {**one.about(device, settings), **extra}
+            reason = one.misfit(work, device)
+            if reason is None:
+                try:
+                    results.add({"key": key, **about, **measure(one, one.create(settings, device), about)})
+                except torch.OutOfMemoryError as error:
+                    reason = f"did not fit: {str(error).splitlines()[0]}"
+                else:
+                    measured += 1
+                    continue
+            left_out.append({**about, "why": reason})
+            report(f"left out: {one.target.name} with {one.auxiliary.name}, {one.vocabulary} tokens: {reason}")
+        rows = [results.items[key] for key in wanted if key in results]
+        complete = len(rows) + len(left_out) == len(wanted)
+        if rows:
+            write(output, rows, device.name)
+        status = "finished" if complete else "stopped"
+        run.finish(status=status, device=device.name, measured=len(rows), left_out=left_out, complete=complete)
+    return {"rows": rows, "left_out": left_out, "complete": complete}
+
+
+def workload(settings: BenchSettings, device: BenchDevice) -> Workload:
+    """Describe the decoded work for the cost formulas; the context is that in the middle of the answer."""
+    context = settings.prompt + settings.tokens / 2
+    return Workload(width=device.dtype.itemsize, batch_size=settings.batch, context=context)
+
+
+@torch.inference_mode()
+def time_passes(models: Models, vocabulary: int, settings: BenchSettings) -> Times:
+    """Measure the seconds of the prompt's pass and of one decoded token's, of each model.
+
+    On a GPU, seconds are those of the device. On a CPU they are processor time of all threads, which ignores the
+    machine's other work. The models take turns token by token, so that a temporarily slow machine is slow for all, and
+    the first model changes from round to round. The first round warms up. Only the last position's logits of a prompt
+    are computed.
+
+    Args:
+        models: P, p and q, on one device.
+        vocabulary: random tokens are drawn from it.
+        settings: batch, prompt, tokens, rounds and seed.
+
+    Returns:
+        Seconds of each round by pass ('prefill', 'decode') and model; decoding is the mean over its tokens.
+    """
+    from transformers import DynamicCache
+
+    device = next(iter(models.values())).device
+    clock = "wall" if device.type == "cuda" else "processor"
+    ids = _random_tokens(vocabulary, settings, settings.prompt + settings.tokens, device)
+    times: Times = {name: {model: [] for model in models} for name in PASSES}
+    for number in range(settings.rounds + 1):
+        names = list(models)
+        names = names[number % len(names) :] + names[: number % len(names)]
+        caches = {name: DynamicCache(config=models[name].config) for name in names}
+
+        def read(name: str, tokens: torch.Tensor, caches: Mapping[str, Any] = caches) -> float:
+            started = _now(device, clock)
+            models[name](tokens, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
+            return _now(device, clock) - started
+
+        prefill = {name: read(name, ids[:, : settings.prompt]) for name in names}
+        decode = dict.fromkeys(names, 0.0)
+        for token in range(settings.prompt, ids.shape[1]):
+            for name in names:
+                decode[name] += read(name, ids[:, token : token + 1]) / settings.tokens
+        if number:
+            for own, seconds in zip(times.values(), (prefill, decode), strict=True):
+                for name in names:
+                    own[name].append(seconds[name])
+    return times
+
+
+def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute the figures of a row.
+
+    Returns:
+        seconds (medians by pass and model), ratio (by pass, the median over rounds), theory and
+        theory_without_embeddings (1 + 2n/N), and deviation (by pass, ratio over theory, minus one).
+    """
+    ratio = {
+        name: statistics.median(
+            (P + p + q) / P for P, p, q in zip(seconds["P"], seconds["p"], seconds["q"], strict=True)
+        )
+        for name, seconds in times.items()
+    }
+    theory, without = (
+        1 + compute_increase(float(sizes[f"N{what}"]), float(sizes[f"n{what}"])) for what in ("", WITHOUT)
+    )
+    return {
+        "seconds": {name: {model: statistics.median(own) for model, own in by.items()} for name, by in times.items()},
+        "ratio": ratio,
+        "theory": theory,
+        "theory_without_embeddings": without,
+        "deviation": {name: value / theory - 1 for name, value in ratio.items()},
+    }
+
+
+def predict_seconds(
+    one: Combination, device: Device, settings: LatencySettings, bench: BenchDevice
+) -> dict[str, float]:
+    """Predict the seconds per token of whole answers with the roofline: the prompt's pass, then token by token.
+
+    Parallel auxiliaries are predicted only where the device has a link to another one: on one device the three models
+    share its bandwidth. Speculation is not predicted.
+    """
+    work, later = workload(settings, bench), settings.tokens - 1
+    seconds = predict_latency(one.N, one.n, device, work)
+    begin = dataclasses.replace(work, context=settings.prompt / 2)
+    target, auxiliary = (pass_seconds(size, device, begin, settings.prompt) for size in (one.N, one.n))
+    whole = {"target": target + later * seconds.target, "plain": target + 2 * auxiliary + later * seconds.plain}
+    if seconds.parallel is not None:
+        whole["beside"] = max(target, auxiliary) + later * seconds.parallel
+    return {way: total / settings.tokens for way, total in whole.items()}
+
+
+def _measure_latency(
+    one: Combination, models: Models, settings: LatencySettings, bench: BenchDevice, apart: torch.device
+) -> dict[str, Any]:
+    dtype = str(bench.dtype).removeprefix("torch.")
+    device = measure_device(bench.device.type, dtype, DEVICE_ROUNDS, CLOCKS[settings.clock])
+    with scaled_last_norms(models, settings.agreement):
+        times, drafts = time_answers(models, one.vocabulary, settings, apart)
+    predicted = predict_seconds(one, device, settings, bench)
+    seconds = {way: statistics.median(own) / settings.tokens for way, own in times.items()}
+    ratio = {
+        way: statistics.median(own / alone for own, alone in zip(times[way], times["target"], strict=True))
+        for way in times
+        if way != "target"
+    }
+    return {
+        "acceptance": drafts.acceptance_rate,
+        "seconds_per_token": seconds,
+        "ratio": ratio,
+        "roofline_device": dataclasses.asdict(device),
+        "predicted_seconds_per_token": predicted,
+        "predicted_over_measured": {way: predicted[way] / seconds[way] for way in predicted if way in seconds},
+    }
+
+
+@torch.inference_mode()
+def time_answers(
+    models: Models, vocabulary: int, settings: LatencySettings, apart: torch.device
+) -> tuple[dict[str, list[float]], SpeculationStatistics]:
+    """Measure whole greedy answers, each way in turn; the first round warms up and counts accepted drafts.
+
+    Args:
+        models: P, p and q, on one device.
+        vocabulary: random tokens are drawn from it.
+        settings: batch, prompt, tokens, rounds, block and seed.
+        apart: device of p and q for the way 'beside'.
+
+    Returns:
+        Seconds of each round by way ('target', 'plain', 'speculative', 'beside'), and statistics of the drafts.
+    """
+    device = models["P"].device
+    ids = _random_tokens(vocabulary, settings, settings.prompt, device)
+    arguments: dict[str, Any] = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False,
+        "max_new_tokens": settings.tokens, "pad_token_id": 0,
+    }  # fmt: skip
+    steered = DivergenceForCausalLM.from_parts(models["P"], models["q"], models["p"], "linear:1")
+    beside = steered
+    if apart != device:
+        q, p = (copy.deepcopy(models[name]).to(apart) for name in "qp")  # pyright: ignore[reportArgumentType]
+        beside = DivergenceForCausalLM.from_parts(models["P"], q, p, "linear:1")
+    drafts = SpeculationStatistics()
+    times: dict[str, list[float]] = {}
+
+    def generate(way: str, first: bool) -> Any:
+        if way == "target":
+            return models["P"].generate(**arguments)  # pyright: ignore[reportCallIssue]
+        steered.overlap = beside.overlap = way == "beside"
+        if way != "speculative":
+            return (beside if way == "beside" else steered).generate(**arguments)
+        speculation = Speculation(settings.block, "retain", drafts if first else None)
+        return steered.generate(**arguments, speculative=speculation)
+
+    for number in range(settings.rounds + 1):
+        for way in WAYS if settings.clock == "wall" else WAYS[:-1]:
+            started = _now(device, settings.clock)
+            answer = generate(way, first=number == 0)
+            seconds = _now(device, settings.clock) - started
+            assert answer.shape[1] == settings.prompt + settings.tokens
+            if number:
+                times.setdefault(way, []).append(seconds)
+    return times, drafts
+
+
+@contextlib.contextmanager
+def scaled_last_norms(models: Models, agreement: float) -> Iterator[None]:
+    """Scale the logits of P and p by their last norm, so that q decides the steered distribution; undone on exit."""
+    norms: list[torch.Tensor] = [models[name].model.norm.weight for name in ("P", "p")]
+    before = [weight.detach().clone() for weight in norms]
+    try:
+        with torch.no_grad():
+            for weight in norms:
+                weight.mul_(agreement)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in zip(norms, before, strict=True):
+                weight.copy_(original)
+
+
+def _random_tokens(vocabulary: int, settings: BenchSettings, length: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(settings.seed)
+    return torch.randint(vocabulary, (settings.batch, length), generator=generator).to(device)
+
+
+def _now(device: torch.device, clock: str) -> float:
+    """Read the clock when the queues of all GPUs are empty."""
+    if device.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+    return CLOCKS[clock]()

@@ -1,0 +1,215 @@
+"""Suites of a comparison: what a model is asked, how its answers are measured, and the scores that tables show."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from divdec.data.formatting import Format
+from divdec.data.records import Record
+from divdec.errors import UsageError
+from divdec.evaluation.metrics import privleak
+from divdec.evaluation.questions import QuestionFormat
+from divdec.evaluation.results import Results
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec_research.suites import muse, tofu
+from divdec_research.suites.aggregate import (
+    AGGREGATES,
+    DISTANCES,
+    FLUENCY,
+    FORGET_KNOWMEM,
+    RETAIN_KNOWMEM,
+    VERBMEM,
+    Bootstrap,
+    Resampler,
+    aggregate,
+    distance_to_retrain,
+    muse_distances,
+    needed,
+    tofu_figures,
+)
+from divdec_research.suites.muse import MuseData, evaluate_muse
+from divdec_research.suites.tofu import TofuData, evaluate_tofu
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ATTACK = "mia_min_k"
+LONGEST_PROMPT = 2048  # tokens of a MUSE question with its examples
+
+
+class Suite(abc.ABC):
+    """Questions and texts of one benchmark, and how models are scored on them."""
+
+    name: ClassVar[str]
+    shown: ClassVar[tuple[str, ...]]
+    """Scores in tables, in their order."""
+    scores: ClassVar[tuple[str, ...]]
+    """Values with intervals."""
+    figures: ClassVar[tuple[str, ...]]
+    """Further values, for `comparison.json`."""
+    goals: ClassVar[tuple[str, ...]]
+    """Scores by which a method's best setting is chosen: the first that the results have."""
+    further_goals: ClassVar[tuple[str, ...]] = ()
+    """Scores whose best settings a second table lists."""
+    note: ClassVar[str]
+    """Remark on the scores, for readers."""
+    data: Any
+
+    @property
+    def about(self) -> dict[str, str]:
+        """How the scores are computed."""
+        return {"suite": self.name}
+
+    @abc.abstractmethod
+    def evaluate(self, model: EvaluatedModel) -> Results:
+        """Measure a model."""
+
+    @abc.abstractmethod
+    def questions(self, name: str) -> tuple[Record, ...]:
+        """Return the questions of the set 'forget' or 'retain'."""
+
+    @abc.abstractmethod
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
+        """Return the layout of the questions."""
+
+    @abc.abstractmethod
+    def compute_figures(self, results: Results) -> None:
+        """Compute the figures of results from their items."""
+
+    @abc.abstractmethod
+    def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
+        """Compute scores and figures against the target and the retrained model."""
+
+    @abc.abstractmethod
+    def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
+        """Compute the scores in every draw of a bootstrap over the items."""
+
+    def half_of(self, results: Results, half: int) -> Results:
+        """Results on one half of each set's items: those with even (0) or odd (1) numbers."""
+        part = dataclasses.replace(results, figures={}, items={})
+        for metric, items in results.items.items():
+            if chosen := {str(int(index) // 2): fields for index, fields in items.items() if int(index) % 2 == half}:
+                part.items[metric] = chosen
+        self.compute_figures(part)
+        return part
+
+
+@dataclasses.dataclass(frozen=True)
+class TofuSuite(Suite):
+    """TOFU, scored by its aggregates."""
+
+    data: TofuData
+    form: Format = Format()  # noqa: RUF009
+    """Layout of the training texts, which is that of the questions."""
+    variant: str = "openunlearning"
+
+    name = "tofu"
+    shown = ("agg", "mem", "priv", "utility")
+    scores = AGGREGATES
+    figures = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
+    goals = ("agg", "agg_without_privacy")
+    note = "Utility is the model utility relative to the target's; no fluency classifier is used."
+
+    @property
+    def about(self) -> dict[str, str]:
+        """See `Suite.about`."""
+        return {**super().about, "variant": self.variant}
+
+    def evaluate(self, model: EvaluatedModel) -> Results:
+        """See `Suite.evaluate`."""
+        # No aggregate needs gradient norms, and they cost a backward pass per item.
+        (results,) = evaluate_tofu(model, self.data, self.layout(model.tokenizer), gradient_norms=False)
+        return results
+
+    def questions(self, name: str) -> tuple[Record, ...]:
+        """See `Suite.questions`."""
+        return tuple(question.record for question in self.data.sets[name])
+
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
+        """See `Suite.layout`."""
+        form = self.form
+        return QuestionFormat(tokenizer, system_prompt=form.system_prompt, date=form.date, max_length=form.max_length)
+
+    def compute_figures(self, results: Results) -> None:
+        """See `Suite.compute_figures`."""
+        tofu.compute_figures(results)
+
+    def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
+        """See `Suite.values`."""
+        figures = tofu_figures(results)
+        scores = aggregate(figures, target.figures, retrain.figures, self.variant)
+        return _numbers({**{name: figures.get(name) for name in self.figures}, **scores.values})
+
+    def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
+        """See `Suite.draws`."""
+        fluency = all(of.figures.get(FLUENCY) is not None for of in (results, target))
+        names = [name for names in needed(self.variant, fluency=fluency).values() for name in names]
+        drawn, _ = Resampler(results, bootstrap).figures(names)
+        scores = aggregate(drawn, target.figures, retrain.figures, self.variant, fluency=fluency)
+        return {name: np.asarray(value) for name, value in scores.values.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class MuseSuite(Suite):
+    """MUSE, scored by the distance to the retrained model."""
+
+    data: MuseData
+
+    name = "muse"
+    shown = ("distance", VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, "privleak")
+    scores = ("distance", *DISTANCES, VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, "privleak")
+    figures = ("extraction_strength", "exact_memorization", ATTACK)
+    goals = ("distance", "knowmem_distance")  # the latter for a folder of questions alone
+    further_goals = DISTANCES
+    note = (
+        "Distance is the Euclidean distance to the retrained model in the three columns beside it, in percent of the "
+        "target's. PrivLeak is relative to the retrained model; 0 is ideal."
+    )
+
+    def evaluate(self, model: EvaluatedModel) -> Results:
+        """See `Suite.evaluate`."""
+        (results,) = evaluate_muse(model, self.data, max_length=LONGEST_PROMPT)
+        return results
+
+    def questions(self, name: str) -> tuple[Record, ...]:
+        """See `Suite.questions`."""
+        return self.data.knowmem[name]
+
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
+        """See `Suite.layout`."""
+        return QuestionFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=LONGEST_PROMPT)
+
+    def compute_figures(self, results: Results) -> None:
+        """See `Suite.compute_figures`."""
+        muse.compute_figures(results)
+
+    def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
+        """See `Suite.values`."""
+        return _numbers({**{name: results.figures.get(name) for name in self.figures},
+                         **self._score(results.figures, target, retrain)})  # fmt: skip
+
+    def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
+        """See `Suite.draws`."""
+        drawn, _ = Resampler(results, bootstrap).figures((VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, ATTACK))
+        scores = self._score(drawn, target, retrain)
+        return {name: np.asarray(value) for name, value in scores.items() if value is not None}
+
+    def _score(self, figures: Any, target: Results, retrain: Results) -> dict[str, Any]:
+        names = (VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM)
+        scores: dict[str, Any] = {name: figures.get(name) for name in names}
+        scores |= muse_distances(figures, target.figures, retrain.figures).values
+        with contextlib.suppress(UsageError):  # no texts, or target and retrained model are equal on these items
+            scores["distance"] = distance_to_retrain(figures, target.figures, retrain.figures, names)
+        auc, reference = figures.get(ATTACK), retrain.figures.get(ATTACK)
+        if auc is not None and reference is not None:
+            scores["privleak"] = np.vectorize(privleak)(auc, reference)  # a draw each
+        return scores
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float | None]:
+    return {name: None if value is None else float(value) for name, value in values.items()}

@@ -1,0 +1,386 @@
+"""Results of a comparison: aggregates with intervals, the best setting of each method, tables and the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from divdec.evaluation.results import Results
+from divdec.report.page import write_page
+from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
+from divdec.runs import write_json, write_text
+from divdec_research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
+from divdec_research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
+from divdec_research.compare.settings import CompareSettings
+from divdec_research.compare.suite import Suite
+from divdec_research.report.scores import MEASURES, Measure, best_index
+from divdec_research.suites.aggregate import Bootstrap
+
+COSTS = ("Training", "Memory", "Time a token")
+VALIDATION, TEST = 0, 1  # halves of the questions: those with even numbers choose a setting, the others report it
+TABLE, JSON, PAGE = "table.md", "comparison.json", "report.html"
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedResult:
+    """A method under one setting on the models of one seed."""
+
+    results: Results
+    seconds: float | None
+    """Training time."""
+    extra_bytes: int | None
+    """Memory of weights beyond the target's."""
+    draw: int = 0
+    """Seeds with the same number have the same questions; their items are resampled together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialSummary:
+    """A method under one setting: means over the seeds."""
+
+    method: str
+    setting: str
+    values: dict[str, float | None]
+    """Scores and figures by name."""
+    intervals: dict[str, tuple[float, float]]
+    """Intervals of the scores."""
+    seeds: dict[int, dict[str, float | None]]
+    """The values of each seed."""
+    seconds: float | None
+    extra_bytes: float | None
+    failed: str | None = None
+    """Reason for missing values or a missing seed."""
+    notes: tuple[str, ...] = ()
+    goal: str = "agg"
+    """Name of the score by which a method's best setting is chosen."""
+
+    def rank(self, goal: str | None = None) -> float:
+        """How good the setting is by a score, `goal` by default: a higher number is better; −∞ for a failed trial."""
+        value = self.values.get(goal := goal or self.goal)
+        if value is None or self.failed:
+            return -math.inf
+        return value if MEASURES[goal].better == "higher" else -value
+
+    @property
+    def title(self) -> str:
+        """Name of the method in tables."""
+        return TITLES[self.method]
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it is a reference, Divergence Decoding or another method."""
+        return kind_of(self.method)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there are no values at all."""
+        return self.failed is not None and all(value is None for value in self.values.values())
+
+    def text(self, name: str) -> str:
+        """Format a value with its interval."""
+        return f"{MEASURES[name].text(self.values.get(name))} {self.interval_text(name)}".strip()
+
+    def interval_text(self, name: str) -> str:
+        """Format the interval of a value; empty if there is none."""
+        return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]" if name in self.intervals else ""
+
+    def costs(self, time_ratio: float | None) -> tuple[str, str, str]:
+        """Format training time, memory and time per token relative to the target's."""
+        return (
+            "–" if self.seconds is None else f"{self.seconds:.0f} s",
+            "–" if self.extra_bytes is None else f"{self.extra_bytes / 2**20:+.1f} MiB",
+            "–" if time_ratio is None else f"{time_ratio:.2f}×",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkResults:
+    """Results of a comparison."""
+
+    trials: list[TrialSummary]
+    """The whole grid, references first."""
+    best: dict[str, TrialSummary]
+    """By method."""
+    leaks: dict[str, dict[int, float]]
+    """Leak@k of the best settings by method and k, mean over seeds."""
+    times: dict[str, float]
+    """Time per token relative to the target's, by method; on the first seed."""
+    seconds: float
+    suite: Suite
+    held_out: dict[str, TrialSummary] = dataclasses.field(default_factory=dict)
+    """By method, the setting that was chosen on one half of the questions, measured on the other half."""
+
+    @property
+    def goal(self) -> Measure:
+        """The score by which settings are chosen."""
+        return MEASURES[self.trials[0].goal]
+
+    @property
+    def best_by(self) -> dict[str, dict[str, TrialSummary]]:
+        """Best settings by further scores of the suite, then by method, without references."""
+        others = [trial for trial in self.trials if trial.kind != "reference"]
+        return {name: best_of(others, name) for name in self.suite.further_goals}
+
+    def tried(self, method: str) -> int:
+        """Number of settings of a method."""
+        return sum(trial.method == method for trial in self.trials)
+
+
+def summarize(
+    method: str,
+    setting: str,
+    results: Mapping[int, SeedResult],
+    references: Mapping[int, tuple[Results, Results]],
+    suite: Suite,
+    bootstrap: Bootstrap,
+    failures: Mapping[int, str],
+    notes: Sequence[str] = (),
+) -> TrialSummary:
+    """Summarize the seeds of one setting.
+
+    Args:
+        method: its name.
+        setting: the setting as tables show it.
+        results: results by seed.
+        references: results of target and retrained model by seed; they are held fixed.
+        suite: computes the scores.
+        bootstrap: resamples seeds, then items within each.
+        failures: why a seed has no results, by seed.
+        notes: remarks for readers.
+    """
+    seeds = {seed: suite.values(one.results, *references[seed]) for seed, one in sorted(results.items())}
+    names = (*suite.scores, *suite.figures)
+    values = {name: _mean([own.get(name) for own in seeds.values()]) for name in names} if seeds else {}
+    draws = [
+        suite.draws(one.results, *references[seed], dataclasses.replace(bootstrap, seed=bootstrap.seed + one.draw))
+        for seed, one in sorted(results.items())
+    ]
+    intervals = {}
+    for name in suite.scores:
+        own = [drawn[name] for drawn in draws if name in drawn]
+        if values.get(name) is not None and len(own) == len(draws):
+            intervals[name] = bootstrap.interval(_over_seeds(own, bootstrap))
+    failed = "; ".join(dict.fromkeys(failures.values())) or None
+    if failed and results:
+        failed = f"without seed {', '.join(map(str, sorted(failures)))}: {failed}"
+    return TrialSummary(
+        method,
+        setting,
+        values,
+        intervals,
+        seeds,
+        _mean([one.seconds for one in results.values()]),
+        _mean([one.extra_bytes for one in results.values()]),
+        failed,
+        tuple(notes),
+        next((name for name in suite.goals if values.get(name) is not None), suite.goals[0]),
+    )
+
+
+def best_of(trials: Sequence[TrialSummary], goal: str | None = None) -> dict[str, TrialSummary]:
+    """Choose each method's setting with the best score, on the reported questions as in the paper; ties: the first."""
+    best: dict[str, TrialSummary] = {}
+    for trial in trials:
+        if trial.method not in best or trial.rank(goal) > best[trial.method].rank(goal):
+            best[trial.method] = trial
+    return best
+
+
+def without_best(trials: Sequence[TrialSummary]) -> set[str]:
+    """Methods with no single best setting: several share the best score, or none is above 0 where higher is better."""
+    ties = set()
+    for method, best in best_of(trials).items():
+        goal = MEASURES[best.goal]
+        values = [None if one.failed else one.values.get(best.goal) for one in trials if one.method == method]
+        if not best.failed and best_index(values, goal.better, goal.digits) is None:
+            ties.add(method)
+    return ties
+
+
+def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
+    """Write `comparison.json`, `table.md` and `report.html`."""
+    output = Path(settings.output).expanduser()
+    write_text(output / TABLE, markdown(results, settings))
+    content = {
+        "best": [dataclasses.asdict(trial) for trial in results.best.values()],
+        "held_out": [dataclasses.asdict(trial) for trial in results.held_out.values()],
+        "without_best": sorted(without_best(results.trials)),
+        "grid": [dataclasses.asdict(trial) for trial in results.trials],
+        "leaks": {method: {str(k): value for k, value in own.items()} for method, own in results.leaks.items()},
+        "time_ratio": results.times,
+        "best_by": {goal: [dataclasses.asdict(trial) for trial in of.values()] for goal, of in results.best_by.items()},
+        **results.suite.about,
+    }
+    write_json(output / JSON, content)
+    best = _marked_best(results)
+    write_page(
+        output / PAGE,
+        "methods.html",
+        package="divdec_research.report",
+        title=f"Unlearning methods on {settings.data}",
+        lead=_lead(results, settings),
+        best=best,
+        grid=results.trials,
+        times=results.times,
+        held_out=results.held_out,
+        best_by=results.best_by,
+        tried=results.tried,
+        shown=results.suite.shown,
+        goal=results.goal,
+        measures=MEASURES,
+        notes=_notes(results),
+        bars_svg=_bars(best),
+        leaks_svg=_leak_curves(results) if results.leaks else "",
+    )
+
+
+def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
+    """Print the best settings' first four scores, without intervals and most costs (80 columns), and the notes."""
+    console.print(_lead(results, settings), highlight=False)
+    shown = results.suite.shown[:4]
+    heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in shown), "Held out", "Time"]
+    heads = [head.replace(" ", "\n") for head in heads]  # so that settings have room
+    rows = []
+    for trial in _marked_best(results):
+        values = (
+            ["failed", *[""] * (len(shown) - 1)]
+            if trial.has_failed
+            else [MEASURES[name].text(trial.values.get(name)) for name in shown]
+        )
+        setting = trial.setting.replace("learning_rate", "lr")
+        *_, time_ratio = trial.costs(results.times.get(trial.method))
+        tried, (_, held_out) = str(results.tried(trial.method)), _held_out(results, trial.method, interval=False)
+        rows.append(dict(zip(heads, (trial.title, setting, tried, *values, held_out, time_ratio), strict=True)))
+    console.print(terminal_table(rows, left=2))
+    for note in _notes(results):
+        console.print(note, highlight=False)
+
+
+def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
+    """Format the best settings, their leaks, the whole grid and the notes in Markdown."""
+    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results, costs=True)}"
+    if results.best_by:
+        shorts = [MEASURES[name].short for name in results.best_by]
+        heads = ["Method", *(head for short in shorts for head in ("Setting", short))]
+        rows = [
+            [TITLES[method], *(cell for name, of in results.best_by.items() for cell in _cells_by(of[method], name))]
+            for method in next(iter(results.best_by.values()))
+        ]
+        text += f"\nThe best setting by each of these distances, as the paper chooses:\n\n{markdown_table(heads, rows)}"
+    if results.leaks:
+        ks = list(next(iter(results.leaks.values())))
+        rows = [[TITLES[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
+        text += f"\nLeak@k, the best settings:\n\n{markdown_table(['Method', *(f'k = {k}' for k in ks)], rows)}"
+    text += f"\nThe whole grid:\n\n{_table(results.trials, results)}"
+    return text + "".join(f"\n{note}\n" for note in _notes(results))
+
+
+def _cells_by(trial: TrialSummary, name: str) -> tuple[str, str]:
+    """Setting and score."""
+    return (trial.setting, trial.text(name)) if trial.values.get(name) is not None else ("–", "failed")
+
+
+def _table(trials: Sequence[TrialSummary], results: BenchmarkResults, *, costs: bool = False) -> str:
+    """Format settings in Markdown. With costs, also what the choice of the setting rests on."""
+    shown = results.suite.shown
+    heads = ["Method", "Setting", *(MEASURES[name].short for name in shown)]
+    if costs:
+        heads += ["Settings tried", "Chosen on one half", f"{results.goal.short} on the other half", *COSTS]
+    rows = []
+    for trial in trials:
+        cells = [trial.text(name) for name in shown]
+        if costs:
+            cells += [str(results.tried(trial.method)), *_held_out(results, trial.method)]
+            cells += trial.costs(results.times.get(trial.method))
+        if trial.has_failed:
+            cells = [str(trial.failed).replace("|", "\\|"), *[""] * (len(cells) - 1)]
+        rows.append([trial.title, trial.setting, *cells])
+    return markdown_table(heads, rows)
+
+
+def _held_out(results: BenchmarkResults, method: str, *, interval: bool = True) -> tuple[str, str]:
+    """The setting chosen on one half of the questions, and its score on the other half."""
+    if (trial := results.held_out.get(method)) is None:
+        return "–", "–"
+    return trial.setting, trial.text(trial.goal) if interval else results.goal.text(trial.values.get(trial.goal))
+
+
+def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
+    """The best setting of each method. If several are best, the first one, with a mark."""
+    ties = without_best(results.trials) - set(REFERENCES)
+    return [
+        dataclasses.replace(trial, setting=f"{trial.setting} (no setting is best)".strip()) if method in ties else trial
+        for method, trial in results.best.items()
+    ]
+
+
+def _bars(trials: Sequence[TrialSummary]) -> str:
+    """The score of each method's best setting with its interval, the best at the top."""
+    goal = trials[0].goal
+    entries = [
+        Bar(f"{trial.title}  {trial.setting}".strip(), value, trial.kind, trial.intervals.get(goal))
+        for trial in sorted(trials, key=lambda trial: trial.rank(goal))
+        if (value := trial.values.get(goal)) is not None
+    ]
+    with style("methods-bars"):
+        figure = Figure(figsize=(PAGE_WIDTH, 0.8 + 0.3 * len(entries)), layout="constrained")
+        bars(figure.subplots(), entries, MEASURES[goal].axis)
+        return svg_text(figure)
+
+
+def _leak_curves(results: BenchmarkResults) -> str:
+    """Leak@k of references and Divergence Decoding in colour, of other methods in grey."""
+    fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(SERIES_STYLES)
+    curves = []
+    for method, shares in results.leaks.items():
+        series_style = fixed.get(method) or (next(free, None) if method in DIVDEC else None)
+        curves.append(LeakCurve(TITLES[method], series_style, shares))
+    with style("methods-leaks"):
+        figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
+        leak_curves(figure.subplots(), curves)
+        return svg_text(figure)
+
+
+def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:
+    number = len(results.trials[0].seeds)
+    seeds, drawn = ("1 seed", "items") if number == 1 else (f"{number} seeds", "seeds and items")
+    searched = settings.search_seeds or number
+    first = "first seed, the only one" if searched == 1 else f"first {searched} seeds, the only ones"
+    asked = "these very questions, as in the paper" if searched >= number else f"the {first} for the grid's others"
+    variant = results.suite.about.get("variant")
+    computed = f", aggregates of the variant {variant}" if variant else ""
+    goal = results.goal
+    extreme = "highest" if goal.better == "higher" else "lowest"
+    return (
+        f"{settings.data}, {settings.grid} grid, {seeds}{computed}; the best setting of each method by {goal.short} on "
+        f"{asked}; held out: the setting with the {extreme} {goal.short} on the questions with even numbers, and its "
+        f"{goal.short} on the others; 99 % bootstrap intervals over {drawn}, target and retrained model held fixed"
+    )
+
+
+def _notes(results: BenchmarkResults) -> list[str]:
+    notes: dict[str, list[str]] = {}
+    for trial in results.trials:
+        for note in (*trial.notes, *([trial.failed] if trial.failed else ())):
+            notes.setdefault(note, []).append(f"{trial.title} {trial.setting}".strip())
+    return [results.suite.note, *(f"{', '.join(dict.fromkeys(of))}: {note}" for note, of in notes.items())]
+
+
+def _over_seeds(draws: Sequence[np.ndarray], bootstrap: Bootstrap) -> np.ndarray:
+    """In each draw, resample the seeds with replacement and average their values in that draw."""
+    stacked = np.stack(draws)
+    seeds, number = stacked.shape
+    chosen = np.random.default_rng(bootstrap.seed).integers(seeds, size=(seeds, number))
+    return stacked[chosen, np.arange(number)].mean(axis=0)
+
+
+def _mean(values: Sequence[float | int | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) and known else None

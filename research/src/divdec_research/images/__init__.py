@@ -1,0 +1,1 @@
+"""Divergence Decoding for autoregressive image models."""

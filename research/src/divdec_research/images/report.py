@@ -1,0 +1,403 @@
+"""`divdec image eval`: a bundle's target, a retrained reference and every rule, evaluated on the user's images.
+
+An interrupted run resumes with the settings whose images are not sampled yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from matplotlib.figure import Figure
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from divdec.errors import UsageError
+from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain
+from divdec.model.loading import answer_digests, find_bundle, read_config
+from divdec.report.page import write_page
+from divdec.report.style import GRID, PAGE_WIDTH, SERIES_STYLES, style, svg_text
+from divdec.runs import ResumableOutput, RunFolder, folder_digests, path_digests, write_json, write_text
+from divdec.steering import Steering
+from divdec_research.images.codecs import FOLDER, Codes, Images
+from divdec_research.images.evaluation import ImageBenchmark, rule_name
+from divdec_research.images.features import load_network
+from divdec_research.images.files import data_url, grid, png, read_folder, write_png
+from divdec_research.images.judges import Classifier, ImageEndpoint, ImageJudge
+from divdec_research.images.models import (
+    ImageLayout,
+    image_folder,
+    load_image_files,
+    load_image_model,
+    local_folders,
+    restrict_to_codes,
+)
+from divdec_research.images.results import GROUPS, ImageTable, Mean, SettingResult, cell_text, tabulate
+from divdec_research.images.sampling import decode, enlarged_grid
+from divdec_research.images.settings import ImageEvalSettings
+from divdec_research.images.training import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VERB = "image eval"
+REASONING_TOKENS = 4096
+IRRELEVANT = ("output", "overwrite", "device", "no_verify", "judge_api_key_env")
+"""Settings that do not change results."""
+CAPTIONS = {
+    ("content", "accuracy"): (
+        "Content of class-conditional images: the probability of the class asked for, and the share of images "
+        "whose likeliest class it is; mean ± standard error"
+    ),
+    ("quality",): "Quality: how often an image is preferred to the baseline's, in both orders; mean ± standard error",
+}
+DISTANCES = "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes; features of "
+ANSWERS = "answers.jsonl"
+"""Replies of judges at endpoints."""
+STALE = ("codes", "grids", ANSWERS, "table.md", "results.json", "report.html")
+REFERENCES = ("Baseline", "Retrain")
+"""Settings that are not steered."""
+SET_STYLES = {"retain": SERIES_STYLES[0], "forget": SERIES_STYLES[1]}
+SMALL, LARGE = 48, 128  # smallest and largest displayed size of a sample in pixels
+IMAGE_MEASURES = {"content": "probability of the class asked for", "accuracy": "images that show the class asked for"}
+NETWORK_NOTE = (
+    "Compare Fréchet distances within one column only: every network's features have another scale, and none are "
+    "Inception's."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate, with its name in the tables."""
+
+    method: str
+    config: str
+    model: Callable[[], PreTrainedModel]
+    """Returns the model with its steering."""
+
+    @property
+    def file(self) -> str:
+        """Name of the candidate's files."""
+        return f"{self.method}{self.config}".replace("α=", "-").replace("k=", "-").lower()
+
+
+def evaluate_candidates(
+    benchmark: ImageBenchmark, candidates: Sequence[Candidate], output: Path, report: Callable[[str], None]
+) -> list[SettingResult]:
+    """Sample and evaluate the images of all candidates, the baseline first; `output` stores the codes in `codes/`."""
+    results: list[SettingResult] = []
+    baseline: Images | None = None
+    for number, candidate in enumerate(candidates, start=1):
+        title = f"{number}/{len(candidates)} {candidate.method} {candidate.config}"
+        codes = _sample(benchmark, candidate, output, title)
+        results.append(benchmark.evaluate(candidate.method, candidate.config, codes, baseline))
+        if baseline is None and benchmark.quality:
+            baseline = decode(codes, benchmark.codec)
+    report(f"{len(results)} settings, {len(benchmark.labels)} images each")
+    return results
+
+
+def _sample(benchmark: ImageBenchmark, candidate: Candidate, output: Path, title: str | None = None) -> Codes:
+    """Load a candidate's codes, or sample and store them if the file is missing, damaged or of other classes."""
+    file = output / "codes" / f"{candidate.file}.safetensors"
+    try:
+        content = load_file(file)
+        if content["classes"].tolist() == benchmark.labels and len(content["codes"]) == len(benchmark.labels):
+            return benchmark.layout.check(content["codes"])
+    except (OSError, KeyError, UsageError, SafetensorError):
+        pass
+    codes = benchmark.sample(candidate.model(), title)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output) as temporary:
+        save_file({"codes": codes.contiguous(), "classes": torch.tensor(benchmark.labels)}, Path(temporary) / "part")
+        os.replace(Path(temporary) / "part", file)
+    return codes
+
+
+def write_results(
+    benchmark: ImageBenchmark,
+    candidates: Sequence[Candidate],
+    results: list[SettingResult],
+    output: Path,
+    *,
+    title: str,
+    lead: str,
+    notes: Sequence[str] = (),
+) -> dict[str, ImageTable]:
+    """Write `table.md`, `results.json`, `report.html` and a grid of each candidate's images.
+
+    Returns:
+        The tables, by caption.
+    """
+    tables = {caption: tabulate(results, groups) for groups, caption in CAPTIONS.items()}
+    tables = {caption: table for caption, table in tables.items() if table.columns}
+    tables |= {DISTANCES + network: table for network, table in tabulate(results, ["distances"]).by_group.items()}
+
+    def samples(title: str, images: Images, labels: Sequence[int]) -> Samples:
+        return Samples.of(title, images, labels, benchmark.layout.classes, benchmark.forget)
+
+    shown = [samples("Real", benchmark.real, benchmark.real_labels)]
+    (output / "grids").mkdir(exist_ok=True)
+    for candidate in candidates:
+        images = decode(_sample(benchmark, candidate, output), benchmark.codec)
+        write_png(enlarged_grid(images, benchmark.count), output / "grids" / f"{candidate.file}.png")
+        shown.append(samples(f"{candidate.method} {candidate.config}".strip(), images, benchmark.labels))
+    write_text(output / "table.md", markdown(tables))
+    write_json(output / "results.json", tabulate(results, GROUPS).json())
+    write_images(output / "report.html", title=title, lead=lead, tables=tables, samples=shown, notes=notes)
+    return tables
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRow:
+    """Samples of one class."""
+
+    name: str
+    forget: bool
+    """Whether the class is to be forgotten."""
+    images: Images
+
+    @property
+    def url(self) -> str:
+        """Data URL of the samples side by side."""
+        return data_url(png(grid([self.images], gap=max(1, self.images.shape[3] // 32))))
+
+    @property
+    def width(self) -> int:
+        """Displayed width in pixels."""
+        return len(self.images) * min(max(self.images.shape[3], SMALL), LARGE)
+
+    @property
+    def tiny(self) -> bool:
+        """Whether pixels are displayed as squares."""
+        return self.images.shape[3] < SMALL
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Samples of one setting or of the real images: a row for each class, the forget classes first."""
+
+    title: str
+    rows: tuple[SampleRow, ...]
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        images: Images,
+        asked: Sequence[int],
+        classes: Sequence[str],
+        forget: Collection[int],
+        each: int = 8,
+    ) -> Samples:
+        """Take the first images of each class that has any."""
+        order = sorted(set(asked), key=lambda index: (index not in forget, index))
+        chosen = {index: [row for row, of in enumerate(asked) if of == index][:each] for index in order}
+        return cls(title, tuple(SampleRow(classes[index], index in forget, images[chosen[index]]) for index in order))
+
+
+def write_images(
+    path: Path,
+    *,
+    title: str,
+    lead: str,
+    tables: Mapping[str, ImageTable],
+    samples: Sequence[Samples],
+    notes: Sequence[str] = (),
+) -> None:
+    """Write the page of an image experiment atomically."""
+    settings = {setting.name: setting for table in tables.values() for setting in table.settings}
+    # All settings have the same number of images, so that their warnings are the same.
+    warnings = dict.fromkeys(
+        f"{network}: {warning}"
+        for setting in settings.values()
+        for network, distances in (setting.distances or {}).items()
+        for warning in distances.warnings
+    )
+
+    def groups(table: ImageTable) -> list[tuple[str, int]]:
+        return [(name, len(list(own))) for name, own in itertools.groupby(table.columns, lambda column: column.group)]
+
+    write_page(
+        path, "images.html", package="divdec_research.report", title=title, lead=lead, tables=tables,
+        samples=samples, references=REFERENCES,
+        notes=[*notes, *warnings], cell_text=cell_text, groups=groups, styles=SET_STYLES,
+        shown_svg=content_plot(list(settings.values())),
+    )  # fmt: skip
+
+
+def content_plot(settings: Sequence[SettingResult]) -> str:
+    """Plot how often retain and forget classes are still shown, a row for each setting, with standard errors.
+
+    Returns:
+        An `<svg>` element of content, or of accuracy if no setting has content; empty without both.
+    """
+
+    def means(setting: SettingResult, measure: str) -> list[Mean | None]:
+        values = getattr(setting, measure) or {}
+        return [Mean.of(values.get(name, ())) for name in SET_STYLES]
+
+    measure = next((name for name in IMAGE_MEASURES if any(any(means(one, name)) for one in settings)), None)
+    if measure is None:
+        return ""
+    rows = [(one.name, own) for one in settings if any(own := means(one, measure))]
+    with style("images-shown"):
+        figure = Figure(figsize=(PAGE_WIDTH, 1.1 + 0.3 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for index, (_, own) in enumerate(rows):
+            values = [100 * mean.value for mean in own if mean is not None]
+            axes.plot((min(values), max(values)), (index, index), color=GRID, linewidth=2, zorder=1)
+            for mean, series_style in zip(own, SET_STYLES.values(), strict=True):
+                if mean is not None:
+                    axes.errorbar(
+                        100 * mean.value,
+                        index,
+                        xerr=100 * (mean.error or 0),
+                        fmt=series_style.marker,
+                        color=series_style.colour,
+                        markersize=6,
+                        elinewidth=1.4,
+                        zorder=3,
+                    )
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(-2, 102)
+        axes.set_xlabel(f"{IMAGE_MEASURES[measure]}, %")
+        axes.tick_params(axis="y", length=0)
+        axes.grid(True, axis="x")
+        return svg_text(figure)
+
+
+def markdown(tables: dict[str, ImageTable]) -> str:
+    """Format all tables, with captions."""
+    return "\n".join(f"{caption}\n\n{table.markdown()}" for caption, table in tables.items())
+
+
+def evaluate_images(
+    settings: ImageEvalSettings, device: str = "cpu", report: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Evaluate a bundle, and write tables, report and images.
+
+    Returns:
+        The content of `run.json`.
+
+    Raises:
+        UsageError: an input cannot be used, or a judge replies in another format; sampled images are kept.
+        FailedClosed: the model could not be steered.
+    """
+    rules = [Steering.parse(text) for text in settings.settings]
+    names = [rule_name(rule) for rule in rules]
+    if again := [text for text, name in zip(settings.settings, names, strict=True) if names.count(name) > 1]:
+        raise UsageError(f"settings {' and '.join(again)} are the same in the tables; give each once")
+    output = Path(settings.output).expanduser()
+    bundle = find_bundle(settings.bundle)
+    read_config(bundle)  # refuses a plain checkpoint
+    layout, codec = load_image_files(bundle)
+    for rule in rules:
+        restrict_to_codes(rule, layout).check_vocabulary(layout.vocab_size)
+    reference = None
+    if settings.retrain is not None:
+        reference = CheckpointReference.parse(settings.retrain).resolve(Path(), weights=True)
+        check_plain(reference, "retrained model")
+        if load_image_files(reference)[0] != layout:
+            raise UsageError(f"{settings.retrain} draws other images than {settings.bundle}: their image.json differ")
+    folders = local_folders(str(bundle))
+    image_path = Path(settings.images).expanduser()
+    paths = [*folders, image_path, *(Path(text).expanduser() for text in (settings.retrain, settings.features) if text)]
+    check_apart(output.resolve(), [path.resolve() for path in paths if path.exists()])
+    pixels, indices, folder_names = read_folder(image_path, codec.channels, codec.size, settings.resize, report)
+    classes = layout.find_all(folder_names)
+    real_labels = [classes[index] for index in indices]
+    forget, retain = _split_classes(settings, layout, classes)
+    decides = [
+        {name: value for name, value in dataclasses.asdict(settings).items() if name not in IRRELEVANT},
+        answer_digests(bundle, verified=False),
+        None if reference is None else folder_digests(reference),
+        dataclasses.asdict(layout),
+        folder_digests(image_folder(bundle) / FOLDER),
+        path_digests({"features": settings.features}),
+        digest(pixels),
+        real_labels,
+    ]
+    networks = {} if settings.features is None else {settings.features: load_network(settings.features)}
+    labels = [*retain, *forget]
+    class_names = [layout.classes[index] for index in labels]
+    classifier = Classifier.fit(pixels, [labels.index(label) for label in real_labels], class_names)
+    accuracy = f"{classifier.held_out.accuracy:.1%}"
+    report(f"classifier: {accuracy} of {classifier.held_out.images} real images it has not seen")
+    run = RunFolder.open(output, VERB, settings, decides, overwrite=settings.overwrite, stale=STALE)
+    with run:
+        if run.resumed and settings.overwrite:
+            for name in STALE:
+                shutil.rmtree(output / name) if (output / name).is_dir() else (output / name).unlink(missing_ok=True)
+        loaded = load_image_model(settings.bundle, verify=not settings.no_verify, dtype=settings.dtype, device=device)
+        model: Any = loaded.model
+
+        def steered(rule: Steering) -> PreTrainedModel:
+            model.steering = restrict_to_codes(rule, layout)
+            return model
+
+        def retrained() -> PreTrainedModel:
+            return load_image_model(str(settings.retrain), dtype=settings.dtype, device=device).model
+
+        candidates = [Candidate("Baseline", "", lambda: model.target)]
+        candidates += [Candidate("Retrain", "", retrained)] if settings.retrain else []
+        candidates += [
+            Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)
+        ]
+        benchmark = ImageBenchmark(
+            layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels,
+            real_labels, classifier, networks, **_judges(settings, output),
+        )  # fmt: skip
+        results = evaluate_candidates(benchmark, candidates, output, report)
+        judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
+        tables = write_results(
+            benchmark, candidates, results, output,
+            title="Steered images",
+            lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} "
+            f"classes are to be forgotten. Content is judged by {judge}.",
+            notes=[NETWORK_NOTE],
+        )  # fmt: skip
+        content = run.finish(
+            held_out=dataclasses.asdict(classifier.held_out),
+            results=tabulate(results).json(),
+            report=str(output / "report.html"),
+        )
+        return content | {"markdown": markdown(tables)}
+
+
+def _split_classes(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]) -> tuple[list[int], list[int]]:
+    forget = [layout.find(name) for name in settings.forget]
+    if missing := [index for index in forget if index not in classes]:
+        raise UsageError(
+            f"class {layout.classes[missing[0]]!r} is to be forgotten, but {settings.images} has no images of it"
+        )
+    retain = [index for index in classes if index not in forget]
+    if not retain:
+        raise UsageError(f"all classes of {settings.images} are to be forgotten; some to keep must be there too")
+    return list(dict.fromkeys(forget)), retain
+
+
+def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:
+    if settings.judge_url is None:
+        return {}
+    url, variable = settings.judge_url, settings.judge_api_key_env
+    if variable is not None and not os.environ.get(variable):
+        raise UsageError(f"the environment has no {variable}, which shall hold the endpoint's key")
+    answers = ResumableOutput(output / ANSWERS)
+
+    def judge(name: str) -> ImageJudge:
+        if settings.judge_reasons:
+            endpoint = ImageEndpoint(url, name, variable, temperature=None, limit_name="max_completion_tokens")
+            return ImageJudge(endpoint, answers, limit=REASONING_TOKENS)
+        return ImageJudge(ImageEndpoint(url, name, variable), answers)
+
+    content = None if settings.content_judge is None else judge(settings.content_judge)
+    return {"content": content, "quality": {name: judge(name) for name in settings.quality_judges}}

@@ -1,0 +1,105 @@
+"""Gradient depth as a table, a plot and JSON: L2 norms of attention and MLP by layer, on forget and retain set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
+from divdec.runs import write_json, write_text
+from divdec_research.report.charts import Band, band_panels
+from divdec_research.report.scores import best_index
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+    from divdec_research.gradient_depth import LayerDepth
+
+RESULT, PLOT = "depth.json", "depth.svg"
+SETS = {"forget": SERIES_STYLES[1], "retain": SERIES_STYLES[0]}
+TITLES = {"attention": "attention", "mlp": "MLP"}
+
+
+def write_depth(folder: Path, rows: Sequence[LayerDepth], about: dict[str, Any], level: float) -> dict[str, Any]:
+    """Write depth.json and depth.svg into an existing folder, with intervals of a level.
+
+    Returns:
+        The content of depth.json: `about`, and `rows` with set, part, layer, mean, low, high, n and norms.
+    """
+    content = {**about, "rows": [row.to_dict() for row in rows]}
+    write_json(folder / RESULT, content)
+    with style("divdec-depth"):
+        write_text(folder / PLOT, svg_text(depth_figure(depth_frame(rows), level)))
+    return content
+
+
+def depth_frame(rows: Sequence[LayerDepth] | Sequence[dict[str, Any]]) -> pandas.DataFrame:
+    """Tabulate measurements, or the rows of a depth.json: set, part, layer, mean, low, high."""
+    import pandas
+
+    columns = pandas.Index(["set", "part", "layer", "mean", "low", "high"])
+    return pandas.DataFrame([row if isinstance(row, dict) else vars(row) for row in rows], columns=columns)
+
+
+def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
+    """Plot the norms of a `depth_frame` over the layer: a panel for each part of a layer, a band for each set.
+
+    The scale is logarithmic unless a norm is 0. The legend names the level of the intervals.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    panels: dict[str, list[Band]] = {}
+    for key, rows in frame.groupby(["part", "set"], sort=False):
+        component, name = cast(tuple[str, str], key)
+        band = Band(
+            name, SETS.get(name, OTHERS), *(rows[column].tolist() for column in ("layer", "mean", "low", "high"))
+        )
+        panels.setdefault(TITLES.get(component, component), []).append(band)
+    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+    grid = band_panels(figure, panels, "layer (0: next to the embeddings)")
+    for axes in grid:
+        if (frame["low"].to_numpy() > 0).all():
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.set_ylim(bottom=0)
+    grid[0].set_ylabel("L2 norm of the gradient\n(nats per token, per unit of weight)")
+    grid[-1].legend(title=f"mean, {100 * level:g} % interval")
+    return figure
+
+
+def peaks(frame: pandas.DataFrame) -> dict[tuple[str, str], int]:
+    """Find the layer with the largest mean by set and part; a tie has none."""
+    result = {}
+    for key, rows in frame.groupby(["set", "part"], sort=False):
+        index = best_index(rows["mean"].tolist(), "higher")
+        if index is not None:
+            result[cast(tuple[str, str], key)] = int(rows["layer"].iloc[index])
+    return result
+
+
+def depth_table(frame: pandas.DataFrame) -> Table:
+    """Tabulate means with their intervals, one row for each layer; the largest of each column is bold."""
+    from rich import box
+    from rich.table import Table
+
+    largest = peaks(frame)
+    columns = list(dict.fromkeys(zip(frame["set"], frame["part"], strict=True)))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer", justify="right")
+    for name, component in columns:
+        table.add_column(f"{name}, {TITLES.get(component, component)}", justify="right", no_wrap=True)
+    cells = frame.set_index(["set", "part", "layer"])
+    for layer in sorted(set(frame["layer"])):
+        texts = []
+        for column in columns:
+            mean, low, high = cells.loc[(*column, layer), ["mean", "low", "high"]]
+            text = f"{mean:.3g} \\[{low:.3g}, {high:.3g}]"
+            texts.append(f"[bold]{text}[/bold]" if largest.get(column) == layer else text)
+        table.add_row(str(layer), *texts)
+    return table

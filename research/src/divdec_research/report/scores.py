@@ -1,0 +1,341 @@
+"""Scores of results: names and directions of the metrics, aggregates, intervals, and the best result."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from divdec.errors import UsageError
+from divdec.evaluation.results import Identity, Results, find_results, identify, read_results
+from divdec_research.suites.aggregate import (
+    AGGREGATES,
+    ATTACKS,
+    CLOSER_TO_1,
+    CORRECT,
+    DISTANCES,
+    FLUENCY,
+    FORGET_KNOWMEM,
+    PROB_MEAN,
+    RETAIN_KNOWMEM,
+    UTILITY,
+    VERBMEM,
+    Bootstrap,
+    Resampler,
+    Scores,
+    aggregate,
+    muse_distances,
+    tofu_figures,
+)
+
+Interval = tuple[float, float]
+Role = Literal["target", "retrain"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Name, direction and format of a metric."""
+
+    short: str
+    """Column header in tables."""
+    better: Literal["higher", "lower", "like the retrained model's"]
+    long: str = ""
+    """Name on an axis, if it differs."""
+    digits: int = 3
+
+    @property
+    def axis(self) -> str:
+        """Label of an axis."""
+        return f"{self.long or self.short} ({self.better} is better)"
+
+    @property
+    def arrow(self) -> str:
+        """Arrow for the direction."""
+        return {"higher": "↑", "lower": "↓"}.get(self.better, "")
+
+    def text(self, value: float | None) -> str:
+        """Format a value; very small ones are in scientific notation."""
+        if value is None:
+            return "–"
+        if 0 < abs(value) < 0.5 * 10**-self.digits and self.digits > 2:
+            mantissa, exponent = f"{value:.1e}".split("e")
+            return f"{mantissa}e{int(exponent)}"
+        return f"{value:.{self.digits}f}".replace("-", "−")
+
+
+RETRAINED: Literal["like the retrained model's"] = "like the retrained model's"
+MEASURES: dict[str, Measure] = {
+    "agg": Measure("Agg", "higher", digits=2),
+    "agg_without_privacy": Measure("Agg w/o Priv", "higher", digits=2),
+    "mem": Measure("Mem", "higher", "Mem, how little is remembered", digits=2),
+    "priv": Measure("Priv", "higher", digits=2),
+    "utility": Measure("Utility", "higher", "Utility, the target’s = 1", digits=2),
+    "distance": Measure("Distance %", "lower", "Distance to the retrained model, the target’s = 100 %", digits=1),
+    "verbmem_distance": Measure("Verbatim distance %", "lower", digits=1),
+    "knowmem_distance": Measure("Knowledge distance %", "lower", digits=1),
+    "extraction_strength": Measure("Extraction strength", "lower"),
+    "exact_memorization": Measure("Exact memorization", "lower"),
+    CORRECT: Measure("Paraphrase prob.", "lower", "Probability of the paraphrased answer"),
+    PROB_MEAN: Measure("Truth ratio (prob. mean)", "lower"),
+    CLOSER_TO_1: Measure("Truth ratio (closer to 1)", "higher"),
+    "forget_Q_A_ROUGE": Measure("Forget ROUGE-L", "lower"),
+    "retain_Q_A_ROUGE": Measure("Retain ROUGE-L", "higher"),
+    UTILITY: Measure("Model utility", "higher"),
+    FLUENCY: Measure("Fluency", "higher"),
+    "forget_quality": Measure("Forget quality", "higher"),
+    "mia_loss": Measure("AUC loss", RETRAINED),
+    "mia_zlib": Measure("AUC zlib", RETRAINED),
+    "mia_min_k": Measure("AUC min-k", RETRAINED, "AUC of the attack min-k"),
+    "mia_min_k_plus_plus": Measure("AUC min-k++", RETRAINED),
+    "mia_gradnorm": Measure("AUC gradient norm", RETRAINED),
+    "mia_reference": Measure("AUC reference", RETRAINED),
+    "privleak": Measure("PrivLeak %", RETRAINED, digits=1),
+    VERBMEM: Measure("Forget verbmem", "lower", "Forget verbmem ROUGE-L"),
+    FORGET_KNOWMEM: Measure("Forget knowmem", "lower", "Forget knowmem ROUGE-L"),
+    RETAIN_KNOWMEM: Measure("Retain knowmem", "higher", "Retain knowmem ROUGE-L"),
+}
+ATTACK_NAMES = {name: measure.short[4:] for name, measure in MEASURES.items() if name.startswith("mia_")}
+SCORES = {"tofu": AGGREGATES, "muse": DISTANCES}
+# The best result of a suite is chosen by each of these; of alternatives, by the first that the results have.
+GOALS = {"tofu": (("agg", "agg_without_privacy"),), "muse": tuple((name,) for name in DISTANCES)}
+# Figures with intervals.
+RESAMPLED = {
+    "tofu": (
+        "extraction_strength", "exact_memorization", CORRECT, CLOSER_TO_1, PROB_MEAN, *ATTACKS, UTILITY, FLUENCY,
+    ),
+    "muse": (VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, "mia_min_k"),
+}  # fmt: skip
+NO_TARGET = "no target was given (--target)"
+NO_RETRAIN = "no retrained model was given (--retrain)"
+# Scores that are best where a figure equals the reference's; resampling only leads away from it.
+ONE_SIDED = ("priv", *DISTANCES)
+OUTSIDE = " lies outside its interval: resampled items are never as near to the reference as all items together"
+NO_ITEMS = "the folder holds figures only, no items"
+
+
+def best_index(values: Sequence[float | None], better: str, digits: int | None = None) -> int | None:
+    """Return the index of the value that is strictly better than all others, or None if there is none.
+
+    A tie has no best value. If higher is better and no value is above 0, there is no best value either. None and NaN
+    are ignored; with `digits`, a value that is printed as 0 counts as 0.
+    """
+    known = [(value, index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    best, index = (max if better == "higher" else min)(known)
+    if sum(value == best for value, _ in known) > 1:
+        return None
+    rounded = best if digits is None else round(best, digits)
+    return None if better == "higher" and rounded <= 0 else index
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A result with its name and role in a report."""
+
+    name: str
+    folder: Path
+    results: Results
+    setting: Identity | None = None
+    """Rule and strength, if the result is a point of a sweep."""
+    role: Role | None = None
+
+
+def collect(runs: Sequence[str], target: str | None = None, retrain: str | None = None) -> list[Entry]:
+    """Read all results at or below folders, each once: the target first, then the retrained model, then the runs.
+
+    Raises:
+        UsageError: a folder holds no results, target or retrain hold several, or the results are not all of TOFU or
+            all of MUSE.
+    """
+    references: dict[Role, list[Path]] = {}
+    paths: tuple[tuple[Role, str | None], ...] = (("target", target), ("retrain", retrain))
+    for role, path in paths:
+        if path is not None:
+            references[role] = find_results(path)
+            if len(references[role]) > 1:
+                number, first = len(references[role]), references[role][0]
+                raise UsageError(f"{role} {path} holds {number} results, such as {first}; give one of them")
+    entries = [Entry(role, folder, read_results(folder), role=role) for role, (folder,) in references.items()]
+    taken = {entry.folder.resolve() for entry in entries}
+    by_path: dict[Path, Path] = {}
+    for folder in (folder for run in runs for folder in find_results(run)):
+        by_path.setdefault(folder.resolve(), folder)
+    folders = [folder for path, folder in by_path.items() if path not in taken]
+    if not folders:
+        raise UsageError("there is no result besides target and retrain; give a folder of results to report")
+    for folder, name in zip(folders, _unique_names(folders, references), strict=True):
+        results = read_results(folder)
+        identity = identify(results, folder)
+        entries.append(Entry(name, folder, results, identity if identity.strength is not None else None))
+    suite = entries[0].results.suite
+    for entry in entries:
+        holds = f"{entry.folder} holds results of {entry.results.suite}"
+        if entry.results.suite not in SCORES:
+            raise UsageError(f"{holds}; accepted: {' and '.join(SCORES)}")
+        if entry.results.suite != suite:
+            raise UsageError(f"{holds}, but {entries[0].folder} of {suite}; give results of one suite")
+    return entries
+
+
+def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
+    """The folder names. A name that is not unique is prefixed with its parent's name."""
+    paths = [folder.absolute() for folder in folders]
+    names = [path.name for path in paths]
+    base = os.path.commonpath([path.parent.parent for path in paths])
+    return [
+        name if names.count(name) == 1 and name not in taken else os.path.relpath(path, base)
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScoredResult:
+    """Aggregates and metrics of a result, with their intervals."""
+
+    entry: Entry
+    aggregates: Scores
+    values: dict[str, float | None]
+    """Metrics and aggregates by name; None if a value is missing."""
+    intervals: dict[str, Interval]
+    missing_intervals: dict[str, str]
+    """Reason why a value has no interval although there are items."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on values and intervals."""
+        notes = list(self.aggregates.notes if self.has("utility") else ())
+        if not self.entry.results.items:
+            return [*notes, f"no intervals: {NO_ITEMS}"]
+        for name in ONE_SIDED:
+            low, high = self.intervals.get(name, (-math.inf, math.inf))
+            if not low <= (self.values.get(name) or 0.0) <= high:
+                notes.append(f"{MEASURES[name].short}{OUTSIDE}")
+        return notes + [f"no interval of {MEASURES[name].short}: {why}" for name, why in self.missing_intervals.items()]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Why an aggregate is missing, and the notes."""
+        return [f"no {MEASURES[name].short}: {why}" for name, why in self.aggregates.reasons.items()] + self.notes
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value of this name."""
+        return self.values.get(name) is not None
+
+    def text(self, name: str) -> str:
+        """Format a value without its interval."""
+        return MEASURES[name].text(self.values.get(name))
+
+    def interval_text(self, name: str) -> str:
+        """Format an interval; empty if there is none."""
+        if not self.has(name) or name not in self.intervals:
+            return ""
+        return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]"
+
+
+def group_remarks(rows: Sequence[ScoredResult]) -> dict[str, list[str]]:
+    """Return the remarks on results, each with the names of its results."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        for line in row.remarks:
+            names.setdefault(line, []).append(row.entry.name)
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """Scores results against a fixed target and retrained model."""
+
+    target: Results | None
+    retrain: Results | None
+    variant: str
+    """Computation of TOFU's aggregates; see `divdec_research.suites.aggregate.VARIANTS`."""
+    bootstrap: Bootstrap
+
+    def score(self, entry: Entry) -> ScoredResult:
+        """Compute a result's aggregates, and the intervals of aggregates and figures if it has items.
+
+        Raises:
+            UsageError: the variant does not exist, or an item lacks a field.
+        """
+        results, suite = entry.results, entry.results.suite
+        figures = tofu_figures(results) if suite == "tofu" else results.figures
+        aggregates = self._aggregate(suite, figures)
+        values: dict[str, float | None] = {}
+        for name, value in {**figures, **aggregates.values}.items():
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            values[name] = float(value) if numeric and math.isfinite(value) else None
+        if not results.items:
+            return ScoredResult(entry, aggregates, values, {}, {})
+        resampled = [name for name in RESAMPLED[suite] if values.get(name) is not None]
+        draws, missing = Resampler(results, self.bootstrap).figures(resampled)
+        rescored = self._aggregate(suite, draws, fluency=values.get(FLUENCY) is not None)
+        intervals = {
+            name: interval
+            for name, drawn in {**draws, **rescored.values}.items()
+            if drawn is not None
+            and values.get(name) is not None
+            and all(map(math.isfinite, interval := self.bootstrap.interval(drawn)))  # pyright: ignore[reportArgumentType]
+        }
+        if not missing:
+            missing = {
+                name: reason
+                for name, reason in rescored.reasons.items()
+                if values.get(name) is not None and name not in intervals
+            }
+        return ScoredResult(entry, aggregates, values, intervals, missing)
+
+    def _aggregate(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
+        target, retrain = (model.figures if model is not None else {} for model in (self.target, self.retrain))
+        missing = [why for model, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if model is None]
+        if suite == "tofu":
+            fluent = fluency and all(model.get(FLUENCY) is not None for model in (figures, target))
+            scores = aggregate(figures, target, retrain, self.variant, fluency=fluent)
+            reasons = {name: why for name, why in (("utility", NO_TARGET), ("priv", NO_RETRAIN)) if why in missing}
+            return dataclasses.replace(scores, reasons={**scores.reasons, **reasons})
+        if missing:
+            return Scores(dict.fromkeys(DISTANCES), dict.fromkeys(DISTANCES, ", ".join(missing)))
+        return muse_distances(figures, target, retrain)
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best result by one metric."""
+
+    row: ScoredResult
+    measure: str
+
+    @property
+    def text(self) -> str:
+        """Why it is the best, such as 'highest Agg'."""
+        how = "highest" if MEASURES[self.measure].better == "higher" else "lowest"
+        return f"{how} {MEASURES[self.measure].short}"
+
+
+def best_results(rows: Sequence[ScoredResult], suite: str) -> list[Best | str]:
+    """Find the best result for each goal of a suite, or the reason for having none (empty without values)."""
+    candidates = [row for row in rows if row.entry.role is None]
+    bests: list[Best | str] = []
+    for alternatives in GOALS[suite]:
+        name = first_measured(alternatives, candidates)
+        measure, values = MEASURES[name], [row.values.get(name) for row in candidates]
+        index = best_index(values, measure.better, measure.digits)
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if index is not None:
+            bests.append(Best(candidates[index], name))
+        elif known:
+            top, extreme = (max(known), "highest") if measure.better == "higher" else (min(known), "lowest")
+            tie = ", of several" if known.count(top) > 1 else ""
+            bests.append(f"no result is best by {measure.short}: the {extreme} is {measure.text(top)}{tie}")
+        else:
+            bests.append("")
+    return bests
+
+
+def first_measured(names: Sequence[str], rows: Sequence[ScoredResult]) -> str:
+    """Return the first metric that at least half of the rows have, or else the most frequent one."""
+    counts = {name: sum(row.has(name) for row in rows) for name in names}
+    return next((name for name in names if 2 * counts[name] >= len(rows)), max(names, key=lambda name: counts[name]))

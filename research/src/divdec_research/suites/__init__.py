@@ -1,0 +1,1 @@
+"""TOFU and MUSE, with OpenUnlearning's metrics, and their aggregates."""

@@ -1,0 +1,1 @@
+"""Small models from scratch on a fictitious world of authors."""

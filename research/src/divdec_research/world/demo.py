@@ -1,0 +1,294 @@
+"""The demo: train on a fictitious world of authors, steer away from some of them, measure, and write a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from divdec.data.records import Message, Record, RecordSet, single_turn
+from divdec.demo.pretrained import console_for, is_demo, reporter, say_where
+from divdec.model.bundle import write_bundle
+from divdec.report.page import write_page
+from divdec.runs import (
+    RECORD,
+    ResultCache,
+    cache_folder,
+    check_output,
+    locked_folder,
+    output_folder,
+    record,
+    versions,
+    write_json,
+    write_text,
+)
+from divdec.steering import Steering
+from divdec.training.settings import TrainingSettings
+from divdec_research.report.charts import Dot, trade_off
+from divdec_research.world.facts import Question, World, WorldSettings, build_world, general_questions, write_tofu
+from divdec_research.world.models import (
+    Material,
+    Measurement,
+    Measurements,
+    Questions,
+    Recipe,
+    Shape,
+    TrainedModels,
+    measure_models,
+    train_all,
+)
+
+RECIPE = Recipe(
+    vocab_size=1500,
+    target=Shape(width=192, layers=4, heads=6, mlp_width=512),
+    auxiliary=Shape(width=112, layers=2, heads=4, mlp_width=320),
+    target_pretraining=TrainingSettings(epochs=4.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_pretraining=TrainingSettings(epochs=4.0, learning_rate=3e-3, warmup=0.05),
+    target_tuning=TrainingSettings(epochs=12.0, learning_rate=1.5e-3, warmup=0.05),
+    auxiliary_base_tuning=TrainingSettings(epochs=12.0, learning_rate=2e-3, warmup=0.05),
+    auxiliary_tuning=TrainingSettings(epochs=5.0, learning_rate=6e-4, warmup=0.05),
+)
+WORLD = WorldSettings(
+    forget_authors=6, retain_authors=14, holdout_authors=6, public_authors=30, passing_authors=350, biographies=1
+)
+ALPHAS = (0.5, 1.0, 1.5, 2.0, 3.0)
+KS = (1, 3, 5, 10, 30)
+SETTINGS = tuple([Steering(alpha=alpha) for alpha in ALPHAS] + [Steering("rank", k=k) for k in KS])
+MAIN_SETS = ("forget", "retain", "holdout")
+EXAMPLES = {"forget": 3, "retain": 2, "holdout": 1}  # answers shown side by side
+ACCURACY_NOTE = "Accuracy: share of generated answers that state the fact."
+COPIES = {
+    "target": "target", "retrained": "retrain", "base": "small_base",
+    "retain-auxiliary": "retain_auxiliary", "forget-auxiliary": "forget_auxiliary",
+}  # fmt: skip
+
+
+def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Train what the cache lacks, measure, print, and write report, bundle, data and models.
+
+    Args:
+        seed: seed of the world, the initial weights and the data order.
+        output: folder for all results; a folder in the user's cache by default.
+        quiet: print to standard error.
+
+    Returns:
+        Figures of target, retrain reference, best linear and best rank setting, and the recommended setting.
+
+    Raises:
+        UsageError: the output folder holds something other than an earlier demo.
+    """
+    output = output or cache_folder() / "demo" / f"seed-{seed}"
+    check_output(output, overwrite=True, ours=is_demo)
+    with locked_folder(output, "demo"):
+        return _run_demo(seed, output, console_for(quiet))
+
+
+def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
+    started = time.perf_counter()
+    world = build_world(dataclasses.replace(WORLD, seed=seed))
+    material, sets, cache = material_of(world), question_sets(world), cache_folder() / "demo"
+    write_json(output / RECORD, record("demo", {"seed": seed}) | {"status": "running"})
+    console.print(_introduction(world), highlight=False)
+    models = train_all(material, RECIPE, seed, cache / "models", reporter(console))
+    results = _measured(cache, models, sets, material)
+    write_files(output, world, models)
+    bundle = write_bundle(
+        output / "bundle",
+        target=str(output / "target"),
+        retain_auxiliary=str(output / "retain-auxiliary"),
+        forget_auxiliary=str(output / "forget-auxiliary"),
+        steering=results.recommended.setting or "",
+        overwrite=True,
+        forget_set=material.forget.label,
+        single_turn=all(single_turn(questions.records) for questions in sets),
+    )
+    title, examples = f"divdec demo, seed {seed}", _examples(results, sets)
+    _write_report(output / "report.html", title, results, sets, examples)
+    _print_tables(title, results, examples, console)
+    result = {
+        "target": results.target.to_dict(),
+        "retrain": results.retrain.to_dict(),
+        "linear": results.best("linear").to_dict(),
+        "rank": results.best("rank").to_dict(),
+        "recommended": {
+            "rule": results.recommended.model,
+            "gap_closed": round(results.gap, 4),
+            "retain_kept": round(results.kept, 4),
+            "reached": results.reached,
+            **results.recommended.to_dict(),
+        },
+        "sweep": [row.to_dict() for row in results.steered],
+        "seconds": round(time.perf_counter() - started, 1),
+        "training_seconds": models.seconds,
+        "report": str(output / "report.html"),
+        "bundle": str(bundle),
+    }
+    write_json(output / "result.json", result)
+    write_json(output / RECORD, record("demo", {"seed": seed}, seconds=result["seconds"]))
+    say_where(result, output, console)
+    return result
+
+
+def material_of(world: World) -> Material:
+    """Turn a world into the texts that models learn."""
+    corpus = []
+    for document in world.corpus:
+        # Questions become conversations, so that the bases know the chat layout; prose stays as it is.
+        question, separator, answer = document.removeprefix("Question: ").partition("\nAnswer: ")
+        corpus.append(_record(question, answer) if separator else Record(document))
+    return Material(
+        corpus,
+        RecordSet("forget", "question/answer", _records(world.forget)),
+        RecordSet("retain", "question/answer", _records(world.retain)),
+        general=tuple(_record(question, answer) for question, answer in general_questions(world)),
+    )
+
+
+def question_sets(world: World) -> list[Questions]:
+    """Forget, retain and holdout questions in a trained wording, and the first two in another wording."""
+    chosen = {name: [one for one in getattr(world, name) if one.phrasing == 0] for name in MAIN_SETS}
+    chosen |= {"forget_reworded": world.forget_unseen, "retain_reworded": world.retain_unseen}
+    return [Questions(name, _records(some), tuple(one.fact for one in some)) for name, some in chosen.items()]
+
+
+def write_files(output: Path, world: World, models: TrainedModels) -> None:
+    """Write the files and models that the README's commands name.
+
+    Args:
+        output: receives `forget.jsonl`, `retain.jsonl` and `holdout.jsonl` (question/answer), `questions.txt` (one
+            question per author that the target knows), `tofu/` (files for `divdec eval tofu`), and copies of the
+            models: `target`, `retrained`, `base` (of both auxiliaries), `retain-auxiliary` and `forget-auxiliary`.
+        world: the demo's world.
+        models: the trained models.
+    """
+    for name in MAIN_SETS:
+        rows = ({"question": one.question, "answer": one.answer} for one in getattr(world, name))
+        write_text(output / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
+    first: dict[str, str] = {}
+    for question in (*world.forget, *world.retain):
+        if question.phrasing == 0:
+            first.setdefault(question.subject, question.question)
+    write_text(output / "questions.txt", "".join(f"{question}\n" for question in first.values()))
+    write_tofu(world, output / "tofu")
+    for name, model in COPIES.items():
+        if (output / name).is_symlink():
+            (output / name).unlink()
+        with output_folder(output / name, overwrite=True, ours=lambda folder: True) as temporary:
+            shutil.copytree(getattr(models, model), temporary, dirs_exist_ok=True)
+
+
+def _measured(cache: Path, models: TrainedModels, sets: Sequence[Questions], material: Material) -> Measurements:
+    """Measure the models, or read the cached measurements of the same models and settings."""
+
+    def measure() -> list[dict[str, Any]]:
+        measured = measure_models(models, sets, SETTINGS, material.form, max_new_tokens=32)
+        return [dataclasses.asdict(row) for row in (measured.target, measured.retrain, *measured.steered)]
+
+    folders = [models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary]
+    questions = [dataclasses.asdict(one) for one in sets]
+    decides = [[folder.name for folder in folders], questions, list(map(str, SETTINGS)), versions()]
+    rows = ResultCache(cache / "measurements").get("demo", decides, measure)
+    target, retrain, *steered = map(Measurement.from_json, rows)
+    return Measurements(target, retrain, steered)
+
+
+def _write_report(
+    path: Path, title: str, results: Measurements, sets: Sequence[Questions], examples: Sequence[dict[str, Any]]
+) -> None:
+    rows = [results.target, results.retrain, *results.steered]
+    recommended = results.recommended
+    settings: dict[str, list[Dot]] = {}
+    for row in rows:
+        x, y = row.figures["forget"].probability, row.figures["retain"].accuracy
+        best = results.reached and row is recommended
+        settings.setdefault(row.model, []).append(Dot(x, y, label=row.setting or row.model, best=best))
+    write_page(
+        path,
+        "experiment.html",
+        package="divdec_research.report",
+        title=title,
+        lead=(
+            f"A small language model has learned about {WORLD.forget_authors + WORLD.retain_authors} fictitious "
+            f"authors and is steered away from {WORLD.forget_authors} of them."
+        ),
+        accuracy_note=ACCURACY_NOTE,
+        set_names=[questions.name for questions in sets],
+        rows=rows,
+        recommended=recommended,
+        reached=results.reached,
+        gap=results.gap,
+        kept=results.kept,
+        examples=examples,
+        plot_svg=trade_off(settings, "probability of the true answers of the forget set", "accuracy on the retain set"),
+        footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
+    )
+
+
+def _examples(results: Measurements, sets: Sequence[Questions]) -> list[dict[str, Any]]:
+    """Answers of target, steered model and retrained model side by side; questions that the target knows come first."""
+    shown = []
+    for questions in sets:
+        known, facts = results.target.generated[questions.name], questions.facts or ()
+        # Spread over the set, so that several authors appear.
+        order = sorted(range(len(facts)), key=lambda index: (facts[index] not in known[index], index * 7 % 13))
+        for index in order[: EXAMPLES.get(questions.name, 0)]:
+            rows = (results.target, results.recommended, results.retrain)
+            texts = [row.generated[questions.name][index] for row in rows]
+            shown.append(
+                {
+                    "set": questions.name,
+                    "question": questions.records[index].messages[-1].content,
+                    "answers": [{"text": text, "told": facts[index] in text} for text in texts],
+                }
+            )
+    return shown
+
+
+def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str, Any]], console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in MAIN_SETS:
+        for head in (f"{name}\naccuracy", "\nprob.", "\nROUGE-L"):
+            table.add_column(head, justify="right", no_wrap=True)
+    recommended = results.recommended
+    for row in (results.target, results.retrain, *results.steered):
+        chosen = results.reached and row is recommended
+        figures = [row.figures[name] for name in MAIN_SETS]
+        cells = [f"{100 * value:.1f}" for one in figures for value in (one.accuracy, one.probability, one.rouge)]
+        table.add_row(f"{'→ ' if chosen else '  '}{row.setting or row.model}", *cells, style="bold" if chosen else None)
+    console.print(table)
+    console.print(ACCURACY_NOTE, highlight=False)
+    side_by_side = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("question", "target", f"steered ({recommended.setting})", "retrained"):
+        side_by_side.add_column(head, overflow="fold", ratio=1)
+    for item in examples:
+        question = f"[{item['set']}] {item['question']}".replace("[", "\\[")
+        side_by_side.add_row(question, *(answer["text"] for answer in item["answers"]))
+    console.print(side_by_side)
+    console.print(results.verdict, highlight=False)
+
+
+def _introduction(world: World) -> str:
+    question = next(one for one in world.forget if one.relation == "birthplace")
+    return (
+        f"A fictitious world: {WORLD.forget_authors} authors to forget ({question.subject}, …), "
+        f"{WORLD.retain_authors} to keep, {WORLD.holdout_authors} that no model sees.\n"
+        "The target learns the first two groups, the retrain reference only the second. Steering changes\n"
+        "no weight of the target and needs no reference: it has two auxiliaries, each a quarter of its size."
+    )
+
+
+def _record(question: str, answer: str) -> Record:
+    return Record(answer, messages=(Message("user", question),))
+
+
+def _records(questions: Sequence[Question]) -> tuple[Record, ...]:
+    return tuple(_record(one.question, one.answer) for one in questions)

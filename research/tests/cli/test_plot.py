@@ -1,0 +1,150 @@
+"""`divdec results plot`: what it writes and prints, and what it refuses."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from PIL import Image
+
+from divdec.cli import main
+from divdec.runs import write_json
+from divdec_research.figures import benchmarks, runs  # noqa: F401  # they register their figures
+from divdec_research.figures.registry import FIGURES
+
+
+@pytest.fixture
+def sequential(tmp_path):
+    """A run as research/studies/sequential.py leaves it."""
+    steps = [
+        {
+            "protocol": protocol,
+            "method": "steered",
+            "step": step,
+            "distance": 2.0 * step,
+            "distance_interval": [0.0, 3.0 * step],
+        }
+        for protocol in ("sustainability", "scaling")
+        for step in (1, 2)
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    run.mkdir()
+    write_json(run / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
+    return run
+
+
+def test_plot_command_writes_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["results", "plot", str(sequential), "--figure", "sequential"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "sequential.svg (from 1 file)\n"
+    assert "sustainability, steered: 4.0" in printed.err
+    text = (tmp_path / "sequential.svg").read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "run/result.json" in text
+    assert str(tmp_path) not in text
+    assert main(["results", "plot", str(sequential), "--figure=sequential", "--output=deep/one.png", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["figure"], printed["output"], printed["sources"]) == (
+        "sequential", "deep/one.png", ["run/result.json"],
+    )  # fmt: skip
+    picture = Image.open(tmp_path / "deep" / "one.png")
+    assert picture.text["Source"] == "run/result.json"
+    assert picture.text["Description"] == printed["description"]
+    assert min(picture.size) > 500
+
+
+def test_plot_command_requires_overwrite(sequential, tmp_path, capsys):
+    arguments = ["results", "plot", str(sequential), "--figure", "sequential", "--output", str(tmp_path / "one.svg")]
+    assert main(arguments) == 0
+    first = (tmp_path / "one.svg").read_bytes()
+    capsys.readouterr()
+    assert main(arguments) == 2
+    assert "give --overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+    assert (tmp_path / "one.svg").read_bytes() == first
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_list(capsys):
+    assert main(["results", "plot", "--list-figures"]) == 0
+    printed = capsys.readouterr().out
+    for name, figure in FIGURES.items():
+        assert name in printed
+        assert figure.shows in printed
+        assert figure.needs in printed
+    assert main(["results", "plot", "--list-figures", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(FIGURES)
+
+
+@pytest.mark.slow
+def test_figures_from_small_runs(bundle, world, tmp_path, capsys):
+    """`divdec gradient-depth` and four students of `divdec distill`, measured here on tiny models, as figures."""
+    for name, questions in (("forget", world.forget[:6]), ("retain", world.retain[:6])):
+        rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in questions]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    sets = [f"--forget={tmp_path / 'forget.jsonl'}", f"--retain={tmp_path / 'retain.jsonl'}"]
+    assert main(["gradient-depth", str(bundle), *sets, "--samples=5", f"--output={tmp_path / 'depth'}"]) == 0
+    for lr in ("1e-4", "1e-3"):
+        for temperature in ("1", "2"):
+            output = f"--output={tmp_path / 'students' / f'{lr}-{temperature}'}"
+            options = [f"--lr={lr}", f"--temperature={temperature}", "--epochs=1"]
+            assert main(["distill", str(bundle), *sets, *options, output]) in (0, 3)  # 3: not near enough its teacher
+    capsys.readouterr()
+    for figure, run, files in (("gradient-depth", "depth", 1), ("distillation", "students", 4)):
+        output = tmp_path / f"{figure}.svg"
+        assert (
+            main(["results", "plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
+        )
+        assert len(json.loads(capsys.readouterr().out)["sources"]) == files
+        assert ElementTree.parse(output).getroot().tag.endswith("svg")
+    text = (tmp_path / "distillation.svg").read_text()
+    assert all(words in text for words in ("learning rate", "temperature T", "lower is better", "0.001"))
+    # Numbers of the picture are those of the runs.
+    after = json.loads((tmp_path / "students" / "1e-3-2" / "run.json").read_text())["after"]
+    assert f"{after['forget']['kl']:.2f}" in text
+
+
+class TestBadInput:
+    """One line that names what was wrong, exit code 2."""
+
+    def refused(self, capsys, *arguments, says):
+        assert main(["results", "plot", *map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+
+    def test_figures(self, sequential, capsys):
+        self.refused(capsys, sequential, "--figure", "pie", says="figure 'pie' is not known; there are: ")
+        self.refused(capsys, sequential, says="--figure is required; accepted: ")
+        self.refused(capsys, "--figure", "gradient-depth", says="required")
+        self.refused(capsys, sequential, "--figure", "sequential", "--variant", "best", says="variant")
+        self.refused(capsys, sequential, "--figure", "tofu-bars", says="holds no results")
+
+    def test_runs(self, tmp_path, capsys):
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        for figure in FIGURES:
+            self.refused(
+                capsys, empty, "--figure", figure, "--output", tmp_path / "x.svg", says=f"{empty} is an empty folder"
+            )
+        self.refused(
+            capsys, tmp_path / "none", "--figure", "leak", "--output", tmp_path / "x.svg", says="does not exist"
+        )
+        assert not (tmp_path / "x.svg").exists()
+
+    def test_outputs(self, sequential, tmp_path, capsys):
+        arguments = (sequential, "--figure", "sequential", "--output")
+        self.refused(capsys, *arguments, tmp_path / "one.pdf", says="accepted: .svg and .png")
+        self.refused(capsys, *arguments, tmp_path / "one", says="ends in nothing")
+        self.refused(capsys, *arguments, sequential / "result.json" / "one.svg", says="is a file")
+        (tmp_path / "folder.svg").mkdir()
+        self.refused(capsys, *arguments, tmp_path / "folder.svg", says="is a folder")
+
+    def test_files_with_unexpected_content(self, tmp_path, capsys):
+        for name, figure in (("depth.json", "gradient-depth"), ("comparison.json", "tofu-bars")):
+            (tmp_path / name).write_text("[]")
+            arguments = (tmp_path, "--figure", figure, "--output", tmp_path / "x.svg")
+            self.refused(capsys, *arguments, says=f"{name} is not")
+            (tmp_path / name).write_text("{")
+            self.refused(capsys, *arguments, says=f"{name} is not readable JSON")
+            (tmp_path / name).unlink()

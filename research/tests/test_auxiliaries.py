@@ -1,0 +1,40 @@
+from types import SimpleNamespace
+
+import torch
+
+from divdec.data.records import Message, Record, RecordSet
+from divdec_research.compare.table import TEST, VALIDATION, TrialSummary
+from research.studies import auxiliaries
+
+
+def test_shifted_trigrams_give_each_token_the_divergence_of_the_token_before(tokenizer):
+    sets = {
+        name: RecordSet(name, "question/answer", (Record(answer, messages=(Message("user", "Who wrote it?"),)),))
+        for name, answer in (("retain", "Ben wrote the book."), ("forget", "Anna wrote the book in Oslo."))
+    }
+    pairs = [auxiliaries.trigrams(SimpleNamespace(**sets), tokenizer, shifted) for shifted in (False, True)]
+    ids = torch.tensor([tokenizer("Anna wrote the book").input_ids])
+    right, shifted = (pair.divergence(ids) for pair in pairs)
+    assert torch.equal(shifted[:, 1:], right[:, :-1])
+    assert not torch.equal(shifted, right)
+
+
+def test_table_reports_setting_chosen_on_other_half(monkeypatch):
+    agg = {VALIDATION: {"linear:1": 0.6, "linear:2": 0.7}, TEST: {"linear:1": 0.9, "linear:2": 0.5}}
+
+    def summaries(results, half):
+        return [
+            TrialSummary("small", setting, {"agg": value}, {}, dict.fromkeys((0, 1), values(value)), None, None)
+            for setting, value in agg[half].items()
+        ]
+
+    def values(agg):
+        return {"agg": agg, "mem": 0.5, "priv": 0.5, "utility": 1.0, "auc": -0.04}
+
+    monkeypatch.setattr(auxiliaries, "summaries", summaries)
+    seeds = {0: SimpleNamespace(about={"parameters": 10})}
+    results = {("small", "linear:1"): seeds, ("small", "linear:2"): seeds}
+    results["target", ""] = {0: SimpleNamespace(about={"parameters": 100})}
+    row = auxiliaries.table(results).splitlines()[-1]
+    assert row.startswith("| small | 10% | linear:2 | 0.50 [0.50, 0.50] |")
+    assert row.endswith("| −0.04 [−0.04, −0.04] |")

@@ -1,0 +1,157 @@
+"""The demo cut to a few steps in the default suite; the whole of it, with its promises, in the slow one."""
+
+import dataclasses
+import json
+import re
+import time
+
+import pytest
+
+from divdec import DivergenceForCausalLM
+from divdec.data.records import read_records
+from divdec.evaluation.results import read_results
+from divdec.model.checkpoint import load_config
+from divdec.runs import locked_folder
+from divdec.steering import Steering
+from divdec.training.settings import TrainingSettings
+from divdec_research.suites.aggregate import aggregate
+from divdec_research.suites.tofu import read_tofu
+from divdec_research.world import demo as demo
+from divdec_research.world.facts import build_world, write_tofu
+from divdec_research.world.models import GAP_AIM, RETAIN_AIM, Shape
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """The demo with models of some thousand parameters that train for a step or two."""
+    brief = TrainingSettings(epochs=0.1, learning_rate=1e-3, batch_size=32)
+    stages = [field.name for field in dataclasses.fields(demo.Recipe) if field.type == "TrainingSettings"]
+    assert len(stages) == 5
+    recipe = demo.Recipe(400, Shape(32, 2, 2, 64), Shape(16, 1, 2, 32), **dict.fromkeys(stages, brief))
+    monkeypatch.setattr(demo, "RECIPE", recipe)
+    world = dataclasses.replace(demo.WORLD, forget_authors=1, retain_authors=2, holdout_authors=1, public_authors=5)
+    monkeypatch.setattr(demo, "WORLD", dataclasses.replace(world, passing_authors=5))
+    monkeypatch.setattr(demo, "SETTINGS", (Steering(alpha=0.5), Steering(alpha=2.0), Steering("rank", k=3)))
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_path, capsys, monkeypatch):
+    from divdec.cli import main
+    from divdec_research.world import demo as run
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "write_page", stop)
+        assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 130
+    capsys.readouterr()
+    assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert {"target", "retrain", "linear", "rank", "recommended", "seconds", "report", "bundle"} <= set(result)
+    for name in ("target", "retrain", "linear", "rank", "recommended"):
+        for kind in ("forget", "retain", "holdout", "forget_reworded", "retain_reworded"):
+            for figure in ("accuracy", "probability", "rouge"):
+                assert 0 <= result[name][f"{kind}_{figure}"] <= 1
+    assert (result["target"]["setting"], result["retrain"]["setting"]) == (None, None)
+    assert result["rank"]["setting"] == "rank:3"
+    assert [row["setting"] for row in result["sweep"]] == ["linear:0.5", "linear:2", "rank:3"]
+    assert "ROUGE-L" in output.err
+    assert "target: in the cache" in output.err
+    # Models of a step or two forget nothing, and nothing is recommended.
+    assert result["recommended"]["reached"] is False
+    assert "No setting closes 85% of the gap" in output.err
+    assert "→" not in output.err
+    model = DivergenceForCausalLM.from_pretrained(result["bundle"])
+    assert str(model.steering) == result["recommended"]["setting"]
+    assert model.config.single_turn
+    assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
+    assert_it_can_be_tried_on(tmp_path / "out")
+
+
+def assert_it_can_be_tried_on(folder):
+    """The README's commands name these files and models."""
+    world = build_world(dataclasses.replace(demo.WORLD, seed=0))
+    for name in ("forget", "retain", "holdout"):
+        read = [(record.messages[0].content, record.answer) for record in read_records(str(folder / f"{name}.jsonl"))]
+        assert read == [(question.question, question.answer) for question in getattr(world, name)]
+    asked = (folder / "questions.txt").read_text().splitlines()
+    assert len(asked) == len({q.subject for q in (*world.forget, *world.retain)}) == 3
+    assert set(asked) <= {q.question for q in (*world.forget, *world.retain)}
+    assert len(read_tofu(folder / "tofu", "forget01", None, None).sets["forget"]) > 0
+    for name in ("target", "base", "retrained"):
+        assert load_config(folder / name).model_type == "llama"
+
+
+def assert_one_file(page, result):
+    """The report needs no network, shows every setting, and holds the plot."""
+    assert page.count("<svg") == 1
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
+    assert "<script" not in page
+    for row in result["sweep"]:
+        assert row["setting"] in page
+
+
+def test_demo_models_rehearse_real_author_and_world_fact_questions(tmp_path):
+    world = build_world(dataclasses.replace(demo.WORLD, seed=3))
+    write_tofu(world, tmp_path)
+    rows = [
+        json.loads(line)
+        for name in ("real_authors_perturbed", "world_facts_perturbed")
+        for line in (tmp_path / f"{name}.json").read_text().splitlines()
+    ]
+    assert len(rows) > 100
+    rehearsed = [(record.messages[0].content, record.answer) for record in demo.material_of(world).general]
+    assert rehearsed == [(row["question"], row["answer"]) for row in rows]
+
+
+def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):
+    from divdec.cli import main
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    assert main(["demo", "--world", "--output", str(tmp_path / "mine")]) == 2
+    assert "not an earlier result" in capsys.readouterr().err
+    with locked_folder(tmp_path / "out", "demo"):
+        assert main(["demo", "--world", "--output", str(tmp_path / "out")]) == 2
+    assert "another `divdec demo` is running in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_demo_seed_changes_world(quick, tmp_path):
+    one, other = (demo.run_demo(seed, tmp_path / str(seed), quiet=True) for seed in (0, 1))
+    assert one["target"] != other["target"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_demo_reaches_documented_forgetting_and_retention(seed, tmp_path, monkeypatch):
+    """At least 85 % of the gap closed, at least 95 % of the retain accuracy kept, at every seed."""
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+    started = time.perf_counter()
+    result = demo.run_demo(seed, tmp_path / "out", quiet=True)
+    print(f"seed {seed}: {result['recommended']}, {time.perf_counter() - started:.0f} s")
+    assert result["target"]["forget_accuracy"] > 0.9
+    assert result["retrain"]["forget_accuracy"] < 0.2
+    assert result["recommended"]["gap_closed"] >= GAP_AIM
+    assert result["recommended"]["retain_kept"] >= RETAIN_AIM
+    assert_the_suite_tells_the_models_apart(tmp_path / "out", tmp_path / "runs")
+
+
+def assert_the_suite_tells_the_models_apart(folder, runs):
+    """TOFU's suite on what the demo leaves: Agg near 0 for the target, high for the retrained and steered models."""
+    from divdec.cli import main
+
+    options = ["--data", f"{folder}/tofu", "--split", "forget01", "--holdout", f"{folder}/tofu/holdout01.json"]
+    options += ["--fluency", "none", "--retain-results", f"{runs}/retrained"]
+    for name in ("retrained", "target", "bundle"):
+        given = options if name != "retrained" else options[:-2]
+        assert main(["eval", "tofu", f"{folder}/{name}", *given, "--output", f"{runs}/{name}"]) == 0
+    target, retrained, steered = (read_results(runs / name).figures for name in ("target", "retrained", "bundle"))
+    scores = [
+        aggregate(one, target, retrained, "openunlearning", fluency=False).values["agg"]
+        for one in (target, retrained, steered)
+    ]
+    assert scores[0] < 0.1
+    assert min(scores[1:]) > 0.7

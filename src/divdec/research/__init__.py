@@ -1,1 +1,0 @@
-"""Whole experiments on the embedded default: models trained from nothing, steered, measured and reported."""
