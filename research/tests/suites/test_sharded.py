@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from divdec import UsageError, write_bundle
 from divdec.cli import main
+from divdec.data.records import Record, write_records
 from divdec.evaluation.generation import is_main, on_main, own, sharded, together
+from divdec.evaluation.leak import LeakSuite
 from divdec.evaluation.results import ITEMS, SUMMARY
 from divdec.evaluation.run import evaluate
-from divdec.evaluation.settings import EvalSettings
+from divdec.evaluation.settings import LeakSettings
 from divdec_research.suites import muse, tofu
 from divdec_research.world.facts import WorldSettings, build_world, write_tofu
 
@@ -113,6 +115,7 @@ def test_single_process_owns_all_items():
 
 def test_device_spread_requires_single_process(monkeypatch, tmp_path):
     monkeypatch.setattr("divdec.evaluation.run.number_of_processes", lambda: 2)
-    settings = EvalSettings("tofu", ("model",), data=str(tmp_path), output=str(tmp_path / "out"))
+    settings = LeakSettings(("model",), data=str(tmp_path / "questions.json"), output=str(tmp_path / "out"))
+    write_records(tmp_path / "questions.json", [Record("a", "b")])
     with pytest.raises(UsageError, match="--device spread takes all GPUs for one process"):
-        evaluate(settings, "auto")
+        evaluate(settings, LeakSuite.read(settings), "auto")

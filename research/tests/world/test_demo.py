@@ -44,9 +44,9 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
 
     with monkeypatch.context() as patched:
         patched.setattr(run, "write_page", stop)
-        assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 130
+        assert main(["world", "--json", "--output", str(tmp_path / "out")]) == 130
     capsys.readouterr()
-    assert main(["demo", "--world", "--json", "--output", str(tmp_path / "out")]) == 0
+    assert main(["world", "--json", "--output", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
     assert {"target", "retrain", "linear", "rank", "recommended", "seconds", "report", "bundle"} <= set(result)
@@ -111,10 +111,10 @@ def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
-    assert main(["demo", "--world", "--output", str(tmp_path / "mine")]) == 2
+    assert main(["world", "--output", str(tmp_path / "mine")]) == 2
     assert "not an earlier result" in capsys.readouterr().err
     with locked_folder(tmp_path / "out", "demo"):
-        assert main(["demo", "--world", "--output", str(tmp_path / "out")]) == 2
+        assert main(["world", "--output", str(tmp_path / "out")]) == 2
     assert "another `divdec demo` is running in" in capsys.readouterr().err
 
 

@@ -68,7 +68,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
     try:
         folder = CheckpointReference.parse(TARGET).resolve(Path(), weights=True)
     except UsageError as error:
-        raise UsageError(f"{error}; divdec demo --world needs no pretrained model") from None
+        raise UsageError(f"{error}; divdec world needs no pretrained model") from None
     with locked_folder(output, "demo"):
         return _run_demo(folder, seed, output, console_for(quiet))
 

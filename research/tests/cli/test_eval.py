@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
-from divdec.evaluation import run
 from divdec.evaluation.results import read_results
 from divdec.evaluation.run import _model_runs, parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.settings import EvalSettings
+from divdec_research.suites import tofu as tofu_suite
+from divdec_research.suites.settings import TofuSettings
 
 
 def main(*arguments):
@@ -40,7 +40,7 @@ def tofu(shared):
 
 
 def test_default_fluency_classifier_may_be_missing(steered, tofu, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run, "FLUENCY_CLASSIFIER", "nobody/nothing")
+    monkeypatch.setattr(tofu_suite, "FLUENCY_CLASSIFIER", "nobody/nothing")
     tofu = tuple(option for option in tofu if option not in ("--fluency", "none"))
     assert main("eval", "tofu", steered, *tofu, "--output", tmp_path / "out", "--json") == 0
     captured = capsys.readouterr()
@@ -92,13 +92,13 @@ def test_result_folders_are_named_after_models(shared, tmp_path):
     for path in paths:
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(shared / "oracle/models/full")
-    settings = EvalSettings("tofu", tuple(map(str, paths)), data="", output="out")
+    settings = TofuSettings(tuple(map(str, paths)), data="", output="out")
     names = [run.name for run in _model_runs(settings, tmp_path)]
     assert len(set(names)) == 3
     assert [name.partition("-")[0] for name in names] == ["one", "one", "two"]
     assert names[2] == "two"
     with pytest.raises(UsageError, match="given twice"):
-        _model_runs(EvalSettings("tofu", (str(paths[0]),) * 2, data="", output="out"), tmp_path)
+        _model_runs(TofuSettings((str(paths[0]),) * 2, data="", output="out"), tmp_path)
 
 
 def test_interrupted_evaluation_is_resumed(steered, tofu, tmp_path, monkeypatch, capsys):
