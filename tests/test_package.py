@@ -227,13 +227,10 @@ def test_product_alone_runs_its_commands(environment, wheel):
     )  # fmt: skip
     page = "The quick brown fox jumps over the lazy dog, and runs home.\n" * 3
     (environment / "page.txt").write_text(page)
-    run_in(
-        environment, "divdec", "takedown", "init", "takedowns", "--target", "smollm2", "--retain", "demo/retain.jsonl"
-    )
-    run_in(
-        environment, "divdec", "takedown", "add", "takedowns", "--id", "case-1", "--file", "page.txt", "--reference", "r",
-        "--no-measure",
-    )  # fmt: skip
+    created = ("--target", "smollm2", "--retain", "demo/retain.jsonl")
+    run_in(environment, "divdec", "takedown", "init", "takedowns", *created)
+    added = ("--id", "case-1", "--file", "page.txt", "--reference", "letter", "--no-measure")
+    run_in(environment, "divdec", "takedown", "add", "takedowns", *added)
     assert "case-1" in run_in(environment, "divdec", "takedown", "list", "takedowns")
     server = subprocess.Popen(
         [environment / "bin" / "divdec", "serve", "demo/bundle", "--port", "0"], cwd=environment, text=True,

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from divdec import UsageError, write_bundle
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records, record_set
 from divdec.evaluation.results import Results, read_results
-from divdec.runs import settings_hash
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
 from divdec_research.baselines.methods import METHODS, TITLES
@@ -339,20 +337,6 @@ def test_method_without_best_setting_is_marked(tmp_path):
     printed = console.file.getvalue()
     assert "Linear DD linear:1.25" in " ".join(printed.split())
     assert "…" not in printed  # the table fits 80 columns
-
-
-def test_rank_results_of_the_soft_fill_are_measured_again():
-    benchmark = SimpleNamespace(identity="models and data")
-    rank, linear = (Trial(name, steering=f"{name}:5") for name in ("rank", "linear"))
-    assert linear.fingerprint(benchmark) == settings_hash(["linear", (), (), "linear:5", benchmark.identity])
-    assert rank.fingerprint(benchmark) != settings_hash(["rank", (), (), "rank:5", benchmark.identity])
-
-
-@pytest.mark.parametrize("method", ["guard", "eco"])
-def test_results_of_the_classifier_of_hidden_states_are_measured_again(method):
-    benchmark = SimpleNamespace(identity="models and data")
-    earlier = settings_hash([method, (), (), None, benchmark.identity])
-    assert Trial(method).fingerprint(benchmark) != earlier
 
 
 RECIPES = {"linear-paper", "rank-paper", "linear-matched", "rank-matched"}

@@ -7,8 +7,8 @@ import pytest
 from divdec.cli import main
 from divdec.cli.app import app
 
-NO_ARGUMENTS_NEEDED = {"demo", "doctor"}
-GROUPS = ("takedown", "results", "baseline", "image", "bench")
+NO_ARGUMENTS_NEEDED = {"demo", "doctor", "world"}
+GROUPS = ("takedown", "eval", "results", "baseline", "image", "bench")
 COMMANDS = [name for name in app if not name.startswith("-")]
 NESTED = [[group, name] for group in GROUPS for name in app[group] if not name.startswith("-")]
 
@@ -17,7 +17,7 @@ def test_every_command_is_registered():
     assert set(COMMANDS) == {
         "demo", "train", "bundle", "generate", "chat", "serve", "playground", "remote", "shrink", "ngram",
         "takedown", "calibrate", "distill", "gradient-depth", "baseline", "compare", "eval", "results", "image",
-        "cost", "bench", "doctor",
+        "cost", "bench", "doctor", "world",
     }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("generate b --raw --system-prompt s", "leave it out with --raw"),
         ("demo --seed 1.5", "--seed is '1.5'; accepted: a whole number"),
         ("eval tofu b --data d --output o --limit some", "--limit is 'some'; accepted: a whole number"),
-        ("eval trivia b --data d --output o", "suite is 'trivia'; accepted: tofu, muse, leak"),
+        ("eval trivia b --data d --output o", "Available commands: leak, muse, tofu"),
         ("compare --data muse-small --output o", "--data muse-small needs MUSE-News: give its folder with --muse"),
         ("compare --data muse-small --muse absent --output o", "absent/knowmem/forget_qa.jsonl does not exist"),
         ("bench compute --output o --vocabularies many", "--vocabularies is 'many'; accepted: a whole number"),

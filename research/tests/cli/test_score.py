@@ -238,10 +238,6 @@ class TestOutput:
         for form in ((), ("--latex",)):
             assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-paper", *form, **references)
 
-    def test_earlier_name_of_variant_prints_new_one(self, oracle, references, capsys):
-        (row,) = json.loads(score(capsys, "tofu", oracle / "rank20_01", "--variant", "dd-repo", "--json", **references))
-        assert row["variant"] == "dd-paper"
-
     @pytest.mark.parametrize("variant", ["openunlearning", "dd-paper", "relative"])
     def test_every_output_format_names_variant(self, oracle, references, capsys, variant):
         arguments = (oracle / "rank20_01", "--variant", variant, "--draws", "50")

@@ -474,7 +474,7 @@ def test_failed_conversion_leaves_no_files(weights, tmp_path, monkeypatch):
 
 def test_missing_diffusers_error_names_install_command(weights, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    refused(weights, tmp_path, r"needs diffusers: pip install 'divdec\[image\]'")
+    refused(weights, tmp_path, r"needs diffusers: pip install 'divdec-research\[image\]'")
 
 
 def published_models():

@@ -173,7 +173,7 @@ def test_vq_models_changing_channel_count_are_rejected():
 
 def test_missing_diffusers_error_names_install_command(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(UsageError, match=r"pip install 'divdec\[image\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'divdec-research\[image\]'"):
         VQCodec.load(saved)
 
 

@@ -293,9 +293,6 @@ class TestOwnResults:
         comparison(tmp_path)
         with pytest.raises(UsageError, match="give --variant openunlearning"):
             drawn("tofu-bars", tmp_path, variant="relative")
-        content = json.loads((tmp_path / "comparison.json").read_text()) | {"variant": "paper"}  # its earlier name
-        write_json(tmp_path / "comparison.json", content)
-        assert drawn("tofu-bars", tmp_path, variant="openunlearning").sources
         content = json.loads((tmp_path / "comparison.json").read_text())
         del content["grid"][0]["intervals"]
         write_json(tmp_path / "comparison.json", content)

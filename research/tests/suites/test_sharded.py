@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from divdec import UsageError, write_bundle
 from divdec.cli import main
-from divdec.data.records import Record, write_records
+from divdec.data.records import Message, Record, write_records
 from divdec.evaluation.generation import is_main, on_main, own, sharded, together
 from divdec.evaluation.leak import LeakSuite
 from divdec.evaluation.results import ITEMS, SUMMARY
@@ -116,6 +116,6 @@ def test_single_process_owns_all_items():
 def test_device_spread_requires_single_process(monkeypatch, tmp_path):
     monkeypatch.setattr("divdec.evaluation.run.number_of_processes", lambda: 2)
     settings = LeakSettings(("model",), data=str(tmp_path / "questions.json"), output=str(tmp_path / "out"))
-    write_records(tmp_path / "questions.json", [Record("a", "b")])
+    write_records(tmp_path / "questions.json", [Record("yes", messages=(Message("user", "Is it?"),))])
     with pytest.raises(UsageError, match="--device spread takes all GPUs for one process"):
         evaluate(settings, LeakSuite.read(settings), "auto")

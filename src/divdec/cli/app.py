@@ -25,6 +25,7 @@ from cyclopts import (
     Parameter,
     RepeatArgumentError,
     Token,
+    UnknownCommandError,
     UnknownOptionError,
 )
 from cyclopts.config import Yaml
@@ -165,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
-        if (command := " ".join((*chain, *unused[:1]))) in ELSEWHERE:
+        command = " ".join((*chain, *unused[:1]))
+        if isinstance(error, UnknownCommandError) and command in ELSEWHERE:
             return _fail(f"divdec: `{command}` is a command of divdec-research, which is not installed")
         return _fail(f"{name}: {_describe(_unknown_option(error) or error)} (`{name} --help` shows the options)")
     except (UsageError, FailedClosed) as error:

@@ -183,7 +183,7 @@ def _save(all_results: Sequence[Results], *, run: _ModelRun, settings: EvalSetti
         return
     for results, folder in zip(all_results, run.folders, strict=True):
         folder.mkdir(parents=True, exist_ok=True)
-        write_results(results, folder, openunlearning=settings.openunlearning)
+        write_results(results, folder, openunlearning=getattr(settings, "openunlearning", False))
         if folder != output:
             write_json(folder / RECORD, record("eval", settings, result=results.about))
 

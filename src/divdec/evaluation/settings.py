@@ -24,7 +24,6 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     suite: ClassVar[str]
     files: ClassVar[tuple[str, ...]] = ()
     """Options that name files or checkpoints on which the figures depend, besides models and data."""
-    openunlearning: ClassVar[bool] = False
 
     data: str
     """Folder with the benchmark's files, named as in the Hugging Face dataset. For leak: the file of questions."""

@@ -23,7 +23,7 @@ class BenchmarkSettings(EvalSettings):
     retain_results: str | None = None
     """Result folder of the retrained model, from divdec or OpenUnlearning. It is the reference for forget quality and
     privacy leakage."""
-    openunlearning: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    openunlearning: bool = False
     """Also write TOFU_EVAL.json and TOFU_SUMMARY.json (or MUSE_…), as OpenUnlearning does."""
 
 
