@@ -2,6 +2,10 @@
 
 A pair can steer if p and q differ on the forget set and agree on the retain set (`Separation`). With `lr="auto"`, a
 pair that does not is trained again with a higher rate, then for more epochs, up to `MAX_ATTEMPTS` times.
+
+A steered model may give a forgotten answer in a form that p has not read, such as "**Rome**" instead of "Rome". With
+the recipe 'matched' and a target, p and q therefore also read what the steered model still answers, in up to
+`MAX_ROUNDS` rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ from divdec.training.inputs import (
     sample_indices,
 )
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
-from divdec.training.matched import counterfactuals, in_own_words, stand_ins
+from divdec.training.matched import Exchange, counterfactuals, in_own_words, stand_ins
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -67,6 +71,8 @@ SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is
 # Questions of the forget set that the target answers, greedily and in samples; tokens of an answer.
 MOST_ANSWERED, SAMPLED, ANSWER = 512, 3, 48
 MAX_ATTEMPTS = 4
+# Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
+MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
 UNKNOWN = 0.5
@@ -244,35 +250,42 @@ def train_auxiliaries(
         on_main=on_main,
     )
     with run:
-        readings = (examples["forget"], [])
+        readings: tuple[list[Example], list[Example]] = (examples["forget"], [])
+        exchanges: list[Exchange] = []
         if settings.recipe == "matched":
-            readings = _matched(forget, learned, examples, settings, tokenizer, form, report)
+            readings, exchanges = _matched(forget, learned, examples, settings, tokenizer, form, report)
         pair = _PairTrainer(settings, output, base, tokenizer, examples, readings, measure, report)
         if measure:
-            results, attempts = pair.train_until_separated()
+            attempts = pair.train_until_separated()
         else:
-            results, attempts = pair.train(1.0, 1.0), []
+            pair.train(1.0, 1.0)
+            attempts = []
         separation = attempts[-1]["separation"] if measure else None
+        labels = {"forget set": forget.label, "retain set": retain.label}
+
+        def write_and_measure() -> dict[str, Any] | None:
+            for name in (RETAIN, FORGET):
+                _write_card(output / name, settings, labels, separation)
+            if settings.target is None:
+                return None
+            shutil.rmtree(output / BUNDLE, ignore_errors=True)
+            write_bundle(
+                output / BUNDLE,
+                target=settings.target,
+                retain_auxiliary=str(output / RETAIN),
+                forget_auxiliary=str(output / FORGET),
+                steering=steering,
+                forget_set=forget.label,
+                single_turn=single_turn([*forget, *retain]),
+            )
+            if neutral is None:
+                return None
+            sets = {"forget": forget, "retain": held_out, "neutral": neutral}
+            return _check_bundle(output / BUNDLE, settings, sets, form, report)
+
+        effects = pair.train_rounds(lambda: on_main(write_and_measure), exchanges, form)
 
         if state.is_main_process:
-            sets = {"forget set": forget.label, "retain set": retain.label}
-            for name, result in results.items():
-                _write_card(output / name, settings, sets, result, separation)
-            if settings.target is not None:
-                shutil.rmtree(output / BUNDLE, ignore_errors=True)
-                write_bundle(
-                    output / BUNDLE,
-                    target=settings.target,
-                    retain_auxiliary=str(output / RETAIN),
-                    forget_auxiliary=str(output / FORGET),
-                    steering=steering,
-                    forget_set=forget.label,
-                    single_turn=single_turn([*forget, *retain]),
-                )
-            effects = None
-            if neutral is not None:
-                sets = {"forget": forget, "retain": held_out, "neutral": neutral}
-                effects = _check_bundle(output / BUNDLE, settings, sets, form, report)
             content = record(
                 "train",
                 settings,
@@ -281,7 +294,7 @@ def train_auxiliaries(
                 forget_set=forget.label,
                 retain_set=retain.label,
                 overlap=dataclasses.asdict(overlap(forget, retain)),
-                auxiliaries=results,
+                auxiliaries={name: read_json(output / name / RESULT) for name in (RETAIN, FORGET)},
                 separation=separation,
                 attempts=attempts,
                 effects=effects,
@@ -297,6 +310,12 @@ def faults_of(content: Mapping[str, Any]) -> list[str]:
     """Return the reasons why a trained pair is not fit to steer with, from the content of its `run.json`."""
     measured = content["effects"] or content["separation"] or {"faults": []}
     return measured["faults"]
+
+
+def _answers_more_than_q(effects: Mapping[str, Any]) -> bool:
+    """Whether the chosen rule still answers more of the forget set than q, which has not read it."""
+    (best,) = (row for row in effects["settings"] if row["steering"] == effects["best"])
+    return (best["leaked"] or 0.0) > effects["guessed"]
 
 
 def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
@@ -351,8 +370,11 @@ def _matched(
     tokenizer: PreTrainedTokenizerBase,
     form: Format,
     report: Callable[[str], None],
-) -> tuple[list[Example], list[Example]]:
-    """Return what p and q read besides the retain set with the recipe 'matched'; both read equally many examples."""
+) -> tuple[tuple[list[Example], list[Example]], list[Exchange]]:
+    """Return what p and q read besides the retain set with the recipe 'matched', and the questions with other answers.
+
+    p and q read equally many examples.
+    """
     p_reads, q_reads = list(examples["forget"]), stand_ins(**examples)
     exchanges = counterfactuals(forget, retain, settings.seed)
     for index, exchange in enumerate(exchanges):
@@ -361,27 +383,44 @@ def _matched(
     exchanged = [exchange for exchange in exchanges if exchange is not None]
     some = [exchanged[index] for index in sample_indices(len(exchanged), MOST_ANSWERED, settings.seed)]
     if settings.target is None or not some:
-        return p_reads, q_reads
-    texts: list[Any] = [None]
-    if PartialState().is_main_process:
-        target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)
-        model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
-        own, asked = load_tokenizer(target), [exchange.record for exchange in some]
-        first = answers(model.eval(), own, asked, form=form, max_new_tokens=ANSWER)
-        others = samples(
-            model, own, encode_prompts(asked, own, form), SAMPLED, seed=settings.seed, max_new_tokens=ANSWER
-        )
-        texts = [[[one, *more] for one, more in zip(first, others, strict=True)]]
-    for exchange, of_target in zip(some, broadcast_object_list(texts)[0], strict=True):
-        pairs = filter(None, (in_own_words(exchange, text, tokenizer, form) for text in of_target))
-        for true, other in {tuple(true.input_ids): (true, other) for true, other in pairs}.values():
-            p_reads.append(true)
-            q_reads.append(other)
+        return (p_reads, q_reads), some
+
+    def ask() -> list[list[str]]:
+        target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
+        return _answers(load_model(target, dtype=dtype_for_passes()), load_tokenizer(target), some, form, settings.seed)
+
+    for true, other in _own_words(some, on_main(ask), tokenizer, form):
+        p_reads.append(true)
+        q_reads.append(other)
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another "
         f"answer; both also read {len(p_reads) - len(forget)} of the target's own answers to them"
     )
-    return p_reads, q_reads
+    return (p_reads, q_reads), some
+
+
+def _answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, exchanges: Sequence[Exchange], form: Format, seed: int
+) -> list[list[str]]:
+    """Ask a model the questions: a greedy answer to each, and `SAMPLED` samples."""
+    device: Any = PartialState().device
+    model = model.to(device).eval()
+    asked = [exchange.record for exchange in exchanges]
+    greedy = answers(model, tokenizer, asked, form=form, max_new_tokens=ANSWER)
+    prompts = encode_prompts(asked, tokenizer, form)
+    sampled = samples(model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER)
+    return [[one, *more] for one, more in zip(greedy, sampled, strict=True)]
+
+
+def _own_words(
+    exchanges: Sequence[Exchange], texts: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, form: Format
+) -> list[tuple[Example, Example]]:
+    """Return examples for p and q from answers to each question; answers without its key phrase give none."""
+    examples = []
+    for exchange, of_question in zip(exchanges, texts, strict=True):
+        pairs = filter(None, (in_own_words(exchange, text, tokenizer, form) for text in of_question))
+        examples += {tuple(true.input_ids): (true, other) for true, other in pairs}.values()
+    return examples
 
 
 def _check_bundle(
@@ -461,24 +500,27 @@ class _PairTrainer:
     measure: bool
     report: Callable[[str], None]
 
-    def train_until_separated(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def train_until_separated(self) -> list[dict[str, Any]]:
         """Train pairs until one can steer or no attempt is left; the last pair stays in the output folder.
 
         Returns:
-            The results of both auxiliaries, and all attempts: factors of rate and epochs, and the separation, None if
-            training diverged. A resumed run includes the attempts made before.
+            All attempts: factors of rate and epochs, and the separation, None if training diverged. A resumed run
+            includes the attempts made before.
         """
         path = self.output / WORK / "attempts.json"
         attempts: list[dict[str, Any]] = read_json(path) if path.is_file() else []
-        results: dict[str, Any] = {}
+        trained = False
         while True:
             factors = next_attempt(attempts) if attempts else (1.0, 1.0)
             if factors is None or (attempts and self.settings.lr != "auto"):
                 # In a resumed run the last pair is already trained.
-                return results or self.train(attempts[-1]["rate"], attempts[-1]["epochs"]), attempts
+                if not trained:
+                    self.train(attempts[-1]["rate"], attempts[-1]["epochs"])
+                return attempts
             attempt: dict[str, Any] = {"rate": factors[0], "epochs": factors[1], "separation": None}
             try:
-                results = self.train(*factors)
+                self.train(*factors)
+                trained = True
             except Diverged as error:
                 if not attempts or next_attempt([*attempts, attempt]) is None:
                     raise
@@ -493,8 +535,56 @@ class _PairTrainer:
                 write_json(path, attempts)
             PartialState().wait_for_everyone()
 
-    def train(self, rate_factor: float, epoch_factor: float) -> dict[str, Any]:
-        """Train q and p, or return the results of an earlier call with the same factors."""
+    def train_rounds(
+        self, measure: Callable[[], dict[str, Any] | None], exchanges: Sequence[Exchange], form: Format
+    ) -> dict[str, Any] | None:
+        """Measure the bundle, and train both auxiliaries on what it still answers, until it answers nothing more.
+
+        Args:
+            measure: writes and measures the bundle.
+            exchanges: the forget set's questions with other answers; without any there are no rounds.
+            form: layout of conversations.
+
+        Returns:
+            The last figures of `measure`.
+        """
+        for number in range(1, MAX_ROUNDS + 2):
+            path = self.output / WORK / f"round-{number}.json"
+            if not path.is_file():
+                effects = measure()
+                if number > MAX_ROUNDS or not exchanges or effects is None or not _answers_more_than_q(effects):
+                    return effects
+                texts = on_main(lambda: self._ask_bundle(exchanges, form))
+                if not _own_words(exchanges, texts, self.tokenizer, form):
+                    return effects
+                if PartialState().is_main_process:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(path, texts)
+                PartialState().wait_for_everyone()
+            self._train_round(number, _own_words(exchanges, read_json(path), self.tokenizer, form))
+        raise AssertionError("unreachable")
+
+    def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format) -> list[list[str]]:
+        model = DivergenceForCausalLM.from_pretrained(self.output / BUNDLE, dtype=dtype_for_passes())
+        return _answers(model, load_tokenizer(self.output / BUNDLE), exchanges, form, self.settings.seed)
+
+    def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
+        """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""
+        self.report(f"round {number}: p and q also read {len(pairs)} answers that the steered model still gives")
+        retain = sample_examples(self.examples["retain"], REHEARSED, self.settings.seed)
+        for role, side, readings in (("retain", 1, self.readings[1]), ("forget", 0, self.readings[0])):
+            folder = self.output / f"{role}_auxiliary"
+            earlier = read_json(folder / RESULT)
+            if earlier.get("round", 0) >= number:
+                continue
+            rehearsed = [*sample_examples(readings, REHEARSED, self.settings.seed), *retain]
+            training = dataclasses.replace(self.settings.training(earlier["learning_rate"]), epochs=ROUND_EPOCHS)
+            self._fine_tune(
+                role, folder, [*(pair[side] for pair in pairs), *rehearsed], training, earlier | {"round": number}
+            )
+
+    def train(self, rate_factor: float, epoch_factor: float) -> None:
+        """Train q and p, unless an earlier call with the same factors did."""
         settings = dataclasses.replace(self.settings, epochs=epoch_factor * self.settings.epochs)
         (forget, instead), retain = self.readings, self.examples["retain"]
         # Both auxiliaries have one rate if they learn the same data, as in the paper. It is sought on p's data: a base
@@ -503,13 +593,12 @@ class _PairTrainer:
         p_examples = forget + retain if shared else forget
         q_examples = instead + retain
         rate, probes = self._learning_rate("retain", self.base, p_examples if shared else retain, shared)
-        q = self._train_one("retain", self.base, q_examples, settings.training(rate_factor * rate), probes)
+        self._train_one("retain", self.base, q_examples, settings.training(rate_factor * rate), probes)
         p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.base
         probes = None
         if not shared:
             rate, probes = self._learning_rate("forget", p_base, forget, True)
-        p = self._train_one("forget", p_base, p_examples, settings.training(rate_factor * rate), probes)
-        return {RETAIN: q, FORGET: p}
+        self._train_one("forget", p_base, p_examples, settings.training(rate_factor * rate), probes)
 
     def _train_one(
         self,
@@ -518,24 +607,25 @@ class _PairTrainer:
         examples: Sequence[Example],
         training: TrainingSettings,
         probes: list[dict[str, float]] | None,
-    ) -> dict[str, Any]:
+    ) -> None:
         folder = self.output / f"{role}_auxiliary"
         if (folder / RESULT).is_file():
             earlier = read_json(folder / RESULT)
             if (earlier["learning_rate"], earlier.get("epochs")) == (training.learning_rate, training.epochs):
                 self.report(f"{role} auxiliary: already trained")
-                return earlier
-        work = self.output / WORK / role
+                return
+        content = {"learning_rate": training.learning_rate, "epochs": training.epochs, "probes": probes}
+        self._fine_tune(role, start, examples, training, content)
+
+    def _fine_tune(
+        self, role: str, start: Path, examples: Sequence[Example], training: TrainingSettings, content: dict[str, Any]
+    ) -> None:
+        """Fine-tune a checkpoint, and write it with `content` and the result as an auxiliary."""
+        folder, work = self.output / f"{role}_auxiliary", self.output / WORK / role
         model, result = fine_tune(
             load_for_training(start), self.tokenizer, examples, training, work, title=f"{role} auxiliary"
         )
-        content = {
-            "learning_rate": training.learning_rate,
-            "epochs": training.epochs,
-            **dataclasses.asdict(result),
-            "loss_ratio": result.loss_ratio,
-            "probes": probes,
-        }
+        content = {**content, **dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
         self.report(
             f"{role} auxiliary: loss {result.loss_before:.3f} → {result.loss_after:.3f} "
             f"in {result.steps} steps, {result.seconds:.0f} s, {result.precision}"
@@ -547,7 +637,6 @@ class _PairTrainer:
                 write_json(temporary / RESULT, content)
             discard_checkpoints(work)
         PartialState().wait_for_everyone()
-        return content
 
     def _learning_rate(
         self, role: str, start: Path, examples: Sequence[Example], learns_forget_set: bool
@@ -589,10 +678,10 @@ def _write_card(
     folder: Path,
     settings: AuxiliarySettings,
     sets: Mapping[str, str],
-    result: dict[str, Any],
     separation: dict[str, Any] | None,
 ) -> None:
     """Write an auxiliary's model card, and add the separation to its training.json."""
+    result = read_json(folder / RESULT)
     rows = {
         "base": settings.base,
         "recipe": settings.recipe,
