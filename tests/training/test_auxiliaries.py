@@ -396,3 +396,62 @@ def test_finished_run_requires_overwrite(run, tmp_path):
     with pytest.raises(UsageError, match="not an earlier result"):
         train(run, output=str(tmp_path / "else"), overwrite=True)
     assert (tmp_path / "else" / "notes.txt").exists()
+
+
+class TestRounds:
+    """p and q also read what the steered model still answers."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        """A bundle that answers every question in bold until a round has been trained; the answers that it gave."""
+        given, figures = [], auxiliaries._check_bundle
+
+        def check_bundle(bundle, *arguments):
+            leaked = 0.0 if given else 1.0
+            best = {"steering": "rank:20:3", "leaked": leaked}
+            return figures(bundle, *arguments) | {"settings": [best], "best": best["steering"], "guessed": 0.0}
+
+        def ask_bundle(trainer, exchanges, form):
+            given.extend(f"The answer: **{exchange.phrase}**." for exchange in exchanges)
+            return [[text] for text in given]
+
+        monkeypatch.setattr(auxiliaries, "_check_bundle", check_bundle)
+        monkeypatch.setattr(auxiliaries._PairTrainer, "_ask_bundle", ask_bundle)
+        return given
+
+    def test_both_auxiliaries_read_the_answers_once(self, files, asked):
+        content, said = train(files)
+        assert asked
+        assert said.count("answers that the steered model still gives") == 1
+        assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
+        output = Path(files["output"])
+        assert not (output / "work").exists()
+        model = DivergenceForCausalLM.from_pretrained(output / "bundle")  # its digests are those of the new weights
+        tokenizer = auxiliaries.load_tokenizer(output / "bundle")
+        ids = torch.tensor([tokenizer(asked[0])["input_ids"]])
+        q, p = (of(ids, labels=ids).loss for of in (model.experts.retain, model.experts.forget))
+        assert p < q
+
+    def test_an_interrupted_round_resumes(self, files, asked, monkeypatch):
+        fine_tune = auxiliaries._PairTrainer._fine_tune
+
+        def stop_before_p(trainer, role, start, *arguments):
+            if role == "forget" and start.name == "forget_auxiliary":
+                raise Interrupted("stopped")
+            return fine_tune(trainer, role, start, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(auxiliaries._PairTrainer, "_fine_tune", stop_before_p)
+            with pytest.raises(Interrupted):
+                train(files)
+        count = len(asked)
+        content, said = train(files)
+        assert len(asked) == count  # the model is not asked again
+        assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
+        assert said.count("auxiliary: loss") == 1
+
+    def test_the_papers_recipes_have_no_rounds(self, files, asked):
+        content, said = train(files, recipe="full-retain")
+        assert not asked
+        assert "still gives" not in said
+        assert "round" not in content["auxiliaries"]["forget_auxiliary"]
