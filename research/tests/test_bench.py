@@ -7,21 +7,17 @@ import psutil
 import pytest
 import torch
 
-from divdec.costs.estimate import Device
 from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
 from divdec.runs import RunFolder, read_record
-from divdec_research.bench import run as bench_run
 from divdec_research.bench import settings as bench_settings
 from divdec_research.bench.results import compute_deviation, compute_table, latency_table
 from divdec_research.bench.run import (
     BenchDevice,
-    Combination,
     bench_compute,
     bench_latency,
     combinations,
     compute_figures,
-    predict_seconds,
     scaled_last_norms,
     time_answers,
     time_passes,
@@ -38,7 +34,6 @@ FAST = {"rounds": 1, "tokens": 4, "prompt": 8, "device": "cpu", "auxiliaries": (
 
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch):
-    monkeypatch.setattr(bench_run, "DEVICE_ROUNDS", 1)
     for name, shape in TINY.items():
         monkeypatch.setitem(bench_settings.SHAPES, name, shape)
 
@@ -211,20 +206,15 @@ def test_p_and_q_have_different_weights(tmp_path):
     assert not torch.equal(*(models[name].get_input_embeddings().weight for name in "pq"))
 
 
-def test_latency_benchmark_measures_predicts_and_reuses_results(tmp_path):
+def test_latency_benchmark_measures_and_reuses_results(tmp_path):
     result = bench_latency(latency_settings(tmp_path / "l"), silent)
     (row,) = result["rows"]
     ways = {"target", "plain", "speculative", "beside"}
     assert row["seconds_per_token"].keys() == ways
     assert row["ratio"].keys() == ways - {"target"}
-    for way in ("target", "plain"):
-        expected = row["predicted_seconds_per_token"][way] / row["seconds_per_token"][way]
-        assert row["predicted_over_measured"][way] == pytest.approx(expected)
-    assert row["predicted_over_measured"].keys() == {"target", "plain"}  # the others are measured only
-    assert row["roofline_device"]["source"].startswith("measured")
     assert "<svg" in (tmp_path / "l" / "latency.svg").read_text()
     (cells,) = latency_table(result["rows"])
-    assert {"target, ms", "target, predicted / measured", "t_Q/t_P, beside"} <= cells.keys()
+    assert {"target, ms", "t_Q/t_P, beside"} <= cells.keys()
     (narrow,) = latency_table(result["rows"], narrow=True)
     assert set(narrow) == {"target + auxiliaries", "vocabulary", "target, ms", "plain", "speculative", "beside"}
     assert bench_latency(latency_settings(tmp_path / "l"), silent)["rows"] == [row]
@@ -280,19 +270,6 @@ def test_cpu_time_is_reported_for_single_thread_only(tmp_path, monkeypatch):
     (row,) = bench_latency(settings, silent)["rows"]
     assert row["seconds_per_token"].keys() == {"target", "plain", "speculative"}
     assert row["clock"] == "processor"
-
-
-def test_predicted_latency_is_prefill_plus_decode_steps(tmp_path):
-    settings = latency_settings(tmp_path, tokens=10, prompt=100)
-    N, n = (measure_size(TINY[name].config(256), name) for name in ("small", "tiny"))
-    one = Combination(TINY["small"], TINY["tiny"], 256, N, n)
-    # Only beginnings cost anything here: 1 ms a layer, of which the target has three and an auxiliary one.
-    device = Device("slow to begin", 1e30, 1e30, layer_seconds=1e-3, pass_seconds=0.0)
-    result = predict_seconds(one, device, settings, BenchDevice.of(settings))
-    assert result["target"] == pytest.approx(3e-3)
-    assert result["plain"] == pytest.approx(3e-3 + 2e-3)
-    assert "speculative" not in result
-    assert "beside" not in result
 
 
 @pytest.mark.gpu

@@ -34,7 +34,6 @@ def test_cost_command_writes_complete_json_and_png(tmp_path, capsys):
     assert result["compute_increase"] == 0.25
     assert result["break_even_tokens"]["paper"] == pytest.approx(130e6)
     assert result["flops_at_volume"]["target"] == pytest.approx(2 * 8e9 * 8e6)
-    assert result["seconds_per_token"]["target"] < result["seconds_per_token"]["plain"]
     assert result["plot"] == str(plot)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -68,7 +67,6 @@ def test_cost_estimate_requires_only_configs(tmp_path, capsys):
         (["--target", "8B", "--aux=-1", "--forget-tokens", "1M"], "--aux is -1.0; accepted: a number"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "--forget-tokens is '-1M'; accepted"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "--volume is '8Q'; accepted"),
-        (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--device", "abacus"], "--device is 'abacus'"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--output", "cost.pdf"], "--output is 'cost.pdf'"),
         (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "--aux no/such is neither a number nor"),
         (["--target", "8B", "--aux", "1B"], "--forget-tokens is required"),

@@ -69,7 +69,6 @@ def test_llama_3_8b_size_matches_published_numbers():
     guess = guess_size(8e9)
     assert guess.guessed
     assert guess.token_bytes(2) == pytest.approx(size.token_bytes(2), rel=0.1)
-    assert guess.attention_flops(1000.0) == pytest.approx(size.attention_flops(1000.0), rel=0.2)
 
 
 def test_only_routed_experts_count_as_active_parameters():

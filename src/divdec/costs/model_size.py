@@ -80,8 +80,6 @@ class ModelSize:
     """Parameters of an untied input embedding: a token reads one row and multiplies none."""
     layers: int
     vocabulary: int
-    attention_width: int
-    """Number of heads times head size."""
     key_values: tuple[tuple[int, int | None], ...]
     """For each layer with keys and values: numbers per token, and the attention window or None."""
     experts: int = 0
@@ -115,11 +113,6 @@ class ModelSize:
             numbers * (context if window is None else min(context, window - 1)) for numbers, window in self.key_values
         )
         return float(width * sum(numbers))
-
-    def attention_flops(self, context: float) -> float:
-        """FLOPs of attention for one token after `context` tokens: 4 × attention width × tokens, summed over layers."""
-        seen = (context if window is None else min(context, window) for _, window in self.key_values)
-        return float(4 * self.attention_width * sum(seen))
 
     def to_dict(self) -> dict[str, Any]:
         """The size as JSON values."""
@@ -160,7 +153,6 @@ def guess_size(parameters: float) -> ModelSize:
         lookup=0,
         layers=layers,
         vocabulary=GUESSED_VOCABULARY,
-        attention_width=GUESSED_ASPECT * layers,
         key_values=((2 * GUESSED_KEY_VALUE_WIDTH, None),) * layers,
         guessed=True,
     )
@@ -199,7 +191,6 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
         lookup=0 if tied else table,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
-        attention_width=text.num_attention_heads * _head_size(text),
         key_values=_key_values(text),
         experts=experts,
         expert_share=_expert_share(text) if experts else 1.0,

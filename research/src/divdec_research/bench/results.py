@@ -117,18 +117,16 @@ def compute_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
 
 
 def latency_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
-    """Tabulate milliseconds per token, measured and predicted, and t_Q/t_P; `narrow` keeps the ratios."""
+    """Tabulate milliseconds per token, and t_Q/t_P; `narrow` keeps the ratios."""
     kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
     table = []
     for row in rows:
         cells = _combination(row, narrow)
-        seconds, predicted = row["seconds_per_token"], row["predicted_over_measured"]
+        seconds = row["seconds_per_token"]
         if not narrow:
             cells["acceptance"] = f"{row['acceptance']:.2f}"
         for kind in ("target",) if narrow else ("target", *kinds):
             cells[f"{kind}, ms"] = f"{1e3 * seconds[kind]:.1f}" if kind in seconds else ""
-            if not narrow:
-                cells[f"{kind}, predicted / measured"] = f"{predicted[kind]:.2f}" if kind in predicted else ""
         for kind in kinds:
             cells[kind if narrow else f"t_Q/t_P, {kind}"] = f"{row['ratio'][kind]:.3f}" if kind in row["ratio"] else ""
         table.append(cells)

@@ -16,7 +16,6 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from divdec.costs.estimate import Device, Workload, measure_device, pass_seconds, predict_latency
 from divdec.costs.formulas import compute_increase
 from divdec.costs.model_size import ModelSize, measure_size
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
@@ -33,7 +32,6 @@ RESULTS = "results.jsonl"
 WITHOUT = "_without_embeddings"
 WAYS = ("target", "plain", "speculative", "beside")
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-DEVICE_ROUNDS = 3  # measurements of the device, with each combination
 SPARE = 1.1  # factor for activations and the allocator
 # Targets, auxiliaries and vocabularies that are measured by default.
 ON_CPU = (
@@ -99,11 +97,12 @@ class Combination:
         options = [settings.batch, settings.prompt, settings.tokens, settings.rounds, settings.seed]
         return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__, *more])
 
-    def misfit(self, work: Workload, device: BenchDevice) -> str | None:
+    def misfit(self, settings: BenchSettings, device: BenchDevice) -> str | None:
         """Why weights and caches of the three models do not fit into memory, or None."""
-        weights = (self.N.parameters + 2 * self.n.parameters) * work.width
-        caches = self.N.cache_bytes(work.context, work.width) + 2 * self.n.cache_bytes(work.context, work.width)
-        needed, free = SPARE * (weights + work.batch_size * caches), device.free_bytes
+        width, context = device.dtype.itemsize, settings.prompt + settings.tokens
+        weights = (self.N.parameters + 2 * self.n.parameters) * width
+        caches = self.N.cache_bytes(context, width) + 2 * self.n.cache_bytes(context, width)
+        needed, free = SPARE * (weights + settings.batch * caches), device.free_bytes
         if needed <= free:
             return None
         return f"needs {needed / 1e9:.3g} GB, and {device.name} has {free / 1e9:.3g} GB free"
@@ -194,8 +193,7 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
 def bench_latency(settings: LatencySettings, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure t_Q/t_P of whole answers against vocabulary and N, and write table, plot and run.json.
 
-    The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel. The
-    device is measured with every combination, so that the roofline's prediction refers to the same machine state.
+    The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel.
 
     Returns:
         rows (of the requested combinations), left_out (combinations that do not fit), and complete.
@@ -215,7 +213,7 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
     about = {"block": settings.block, "clock": settings.clock, "auxiliaries_on": str(apart)}
 
     def measure(one: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
-        return _measure_latency(one, models, settings, device, apart)
+        return _measure_latency(one, models, settings, apart)
 
     return _run("bench latency", settings, about, measure, write_latency, report, settings.agreement)
 
@@ -239,7 +237,7 @@ def _run(
                 f"output folder {output} holds {f'a result of `divdec {earlier}`' if earlier else 'other files'}; give "
                 f"the name of a new folder, or of one that `divdec {verb}` has written"
             )
-    work, left_out = workload(settings, device), []
+    left_out = []
     run = RunFolder.open(output, verb, settings, verb, extend=True)
     with run:
         results = ResumableOutput(output / RESULTS)
@@ -251,7 +249,7 @@ def _run(
                 break
             one = wanted[key]
             about = {**one.about(device, settings), **extra}
-            reason = one.misfit(work, device)
+            reason = one.misfit(settings, device)
             if reason is None:
                 try:
                     results.add({"key": key, **about, **measure(one, one.create(settings, device), about)})
@@ -269,12 +267,6 @@ def _run(
         status = "finished" if complete else "stopped"
         run.finish(status=status, device=device.name, measured=len(rows), left_out=left_out, complete=complete)
     return {"rows": rows, "left_out": left_out, "complete": complete}
-
-
-def workload(settings: BenchSettings, device: BenchDevice) -> Workload:
-    """Describe the decoded work for the cost formulas; the context is that in the middle of the answer."""
-    context = settings.prompt + settings.tokens / 2
-    return Workload(width=device.dtype.itemsize, batch_size=settings.batch, context=context)
 
 
 @torch.inference_mode()
@@ -347,32 +339,11 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def predict_seconds(
-    one: Combination, device: Device, settings: LatencySettings, bench: BenchDevice
-) -> dict[str, float]:
-    """Predict the seconds per token of whole answers with the roofline: the prompt's pass, then token by token.
-
-    Parallel auxiliaries are predicted only where the device has a link to another one: on one device the three models
-    share its bandwidth. Speculation is not predicted.
-    """
-    work, later = workload(settings, bench), settings.tokens - 1
-    seconds = predict_latency(one.N, one.n, device, work)
-    begin = dataclasses.replace(work, context=settings.prompt / 2)
-    target, auxiliary = (pass_seconds(size, device, begin, settings.prompt) for size in (one.N, one.n))
-    whole = {"target": target + later * seconds.target, "plain": target + 2 * auxiliary + later * seconds.plain}
-    if seconds.parallel is not None:
-        whole["beside"] = max(target, auxiliary) + later * seconds.parallel
-    return {way: total / settings.tokens for way, total in whole.items()}
-
-
 def _measure_latency(
-    one: Combination, models: Models, settings: LatencySettings, bench: BenchDevice, apart: torch.device
+    one: Combination, models: Models, settings: LatencySettings, apart: torch.device
 ) -> dict[str, Any]:
-    dtype = str(bench.dtype).removeprefix("torch.")
-    device = measure_device(bench.device.type, dtype, DEVICE_ROUNDS, CLOCKS[settings.clock])
     with scaled_last_norms(models, settings.agreement):
         times, drafts = time_answers(models, one.vocabulary, settings, apart)
-    predicted = predict_seconds(one, device, settings, bench)
     seconds = {way: statistics.median(own) / settings.tokens for way, own in times.items()}
     ratio = {
         way: statistics.median(own / alone for own, alone in zip(times[way], times["target"], strict=True))
@@ -383,9 +354,6 @@ def _measure_latency(
         "acceptance": drafts.acceptance_rate,
         "seconds_per_token": seconds,
         "ratio": ratio,
-        "roofline_device": dataclasses.asdict(device),
-        "predicted_seconds_per_token": predicted,
-        "predicted_over_measured": {way: predicted[way] / seconds[way] for way in predicted if way in seconds},
     }
 
 

@@ -121,7 +121,7 @@ def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing
 
 @bench.command
 def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Compare t_Q/t_P of plain, speculative and overlapped decoding of complete answers with the roofline model.
+    r"""Measure t_Q/t_P of plain, speculative and overlapped decoding of complete answers.
 
     For example:
 
