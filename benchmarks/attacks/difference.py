@@ -85,7 +85,7 @@ def suppression(demo, rule=None):
 
 
 RULES = ("rank:20:3", "rank:50:3", "rank:20", "linear:0.5", "linear:1")
-LENGTH, SAMPLES, MOST = 24, 8, 20  # tokens of a reply, sampled replies, log-probabilities of a request
+LENGTH, SAMPLES, MAX_LOGPROBS = 24, 8, 20  # tokens of a reply, sampled replies, log-probabilities of a request
 FALSE_ALARMS = 0.05
 DIGITS = 3  # of a difference of log-probabilities; smaller ones come from rounding
 SETS = ("forget", "retain", "unlisted")
@@ -293,7 +293,7 @@ class Client:
 
         With `echo` one request gives them all. Without, the same values take one request per token.
         """
-        fields = {"max_tokens": 1, "echo": True, "logprobs": MOST, "return_tokens_as_token_ids": True}
+        fields = {"max_tokens": 1, "echo": True, "logprobs": MAX_LOGPROBS, "return_tokens_as_token_ids": True}
         choices = self.complete([*prompt, *ids], **fields)
         if choices is None:
             return {}
@@ -301,7 +301,9 @@ class Client:
         return {
             "own": logprobs["token_logprobs"][reply],
             "top": [
-                sorted(((token_id(name), value) for name, value in top.items()), key=lambda pair: -pair[1])[:MOST]
+                sorted(((token_id(name), value) for name, value in top.items()), key=lambda pair: -pair[1])[
+                    :MAX_LOGPROBS
+                ]
                 for top in logprobs["top_logprobs"][reply]
             ],
         }

@@ -24,9 +24,9 @@ import torch
 from benchmarks.decoding.steering import PARTS, paths_of, questions_beside, toy_bundle
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.data.formatting import Format, encode_prompts
+from divdec.endpoint import Endpoint
 from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.bias import BiasLimits
-from divdec.remote.client import Endpoint
 from divdec.remote.completions import ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget

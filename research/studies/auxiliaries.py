@@ -33,7 +33,7 @@ from divdec.runs import cache_folder
 from divdec.steering import Steering
 from divdec_research.compare.benchmark import TOFU_SMALL, load_benchmarks, suite_material
 from divdec_research.compare.settings import CompareSettings
-from divdec_research.compare.suite import TofuSuite
+from divdec_research.compare.suite import TofuComparison
 from divdec_research.compare.table import TEST, VALIDATION, SeedResult, best_of, summarize
 from divdec_research.suites.aggregate import ATTACKS, Bootstrap
 from divdec_research.suites.tofu import TofuData, evaluate_tofu
@@ -67,7 +67,7 @@ OTHER_TEMPLATE = (
     "{{ '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-SCORES = TofuSuite(TofuData("forget01", {}))  # results have their items: no questions are needed
+SCORES = TofuComparison(TofuData("forget01", {}))  # results have their items: no questions are needed
 COLUMNS = ("agg", "mem", "priv", "utility", "auc")
 
 

@@ -23,7 +23,7 @@ from divdec_research.compare import run, suite
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.run import build_model, compare_methods
 from divdec_research.compare.settings import GRIDS, SMALL_SETTINGS, CompareSettings, Trial, trials_of
-from divdec_research.compare.suite import TofuSuite
+from divdec_research.compare.suite import TofuComparison
 from divdec_research.compare.table import (
     BenchmarkResults,
     SeedResult,
@@ -41,7 +41,7 @@ from divdec_research.world.facts import WorldSettings, build_world, write_tofu
 from divdec_research.world.models import Shape, new_model
 
 SMALL = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
-EMPTY = TofuSuite(TofuData("forget01", {}))
+EMPTY = TofuComparison(TofuData("forget01", {}))
 TRAINING = TrainingSettings(epochs=40.0, learning_rate=1e-2, batch_size=16)
 
 
@@ -230,7 +230,7 @@ def two_seeds(monkeypatch):
 
 
 def test_best_settings_are_evaluated_on_remaining_seeds(models_folder, few, two_seeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(TofuSuite, "half_of", lambda self, results, half: results)
+    monkeypatch.setattr(TofuComparison, "half_of", lambda self, results, half: results)
     settings = settings_of(
         models_folder, tmp_path / "runs", methods=("linear", "rank"), seeds=2, search_seeds=1, attacks=0, limit=3
     )
@@ -250,7 +250,7 @@ def test_setting_is_chosen_on_questions_that_are_not_reported(models_folder, few
         better = ("linear-0" in results.name) == (half == 0)
         return dataclasses.replace(results, figures=results.figures | result(0.5 if better else 0.9).figures)
 
-    monkeypatch.setattr(TofuSuite, "half_of", halved)
+    monkeypatch.setattr(TofuComparison, "half_of", halved)
     settings = settings_of(models_folder, tmp_path / "runs", methods=("linear",), attacks=0, seeds=2, search_seeds=1)
     results = compare_methods(settings, report=lambda line: None)
     assert results.best["linear"].setting == "linear:1"

@@ -21,14 +21,14 @@ from divdec_research.compare import benchmark, muse_news, run
 from divdec_research.compare.muse_news import SHARED_WORDS, muse_small
 from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings
-from divdec_research.compare.suite import MuseSuite
+from divdec_research.compare.suite import MuseComparison
 from divdec_research.compare.table import SeedResult, TrialSummary, best_of, show, summarize, without_best
 from divdec_research.suites import muse
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.muse import MuseData
 from divdec_research.world.models import Recipe, Shape, train_tokenizer
 
-EMPTY = MuseSuite(MuseData({}, {}))
+EMPTY = MuseComparison(MuseData({}, {}))
 VERBATIM, FORGET, RETAIN = "forget_verbmem_ROUGE", "forget_knowmem_ROUGE", "retain_knowmem_ROUGE"
 
 

@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 from divdec.errors import UsageError
 from divdec.runs import check_output_file
 
-LARGEST = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
+MAX_NUMBER = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
 DECODING = Parameter(group=Group("Decoding", sort_key=2))
 TRAINING = Parameter(group=Group("Training", sort_key=3))
 LOADING = Parameter(group=Group("Model loading", sort_key=4))
@@ -65,7 +65,7 @@ class Decoding:
 
     def __post_init__(self) -> None:
         check_at_least("max_new_tokens", self.max_new_tokens, 1)
-        if not 0 <= self.temperature <= LARGEST:
+        if not 0 <= self.temperature <= MAX_NUMBER:
             raise UsageError(f"--temperature is {self.temperature:g}; accepted: 0 (greedy) or above")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed is {self.seed}; accepted: 0 to {2**32 - 1}")
@@ -91,7 +91,7 @@ class Sampling(Decoding):
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Speculation:
+class SpeculativeDecoding:
     """Speculative decoding."""
 
     speculative: Annotated[str | None, DECODING] = None
@@ -243,8 +243,8 @@ def read_template_kwargs(text: str | None) -> dict[str, Any]:
 
 def check_positive(name: str, value: float) -> None:
     """Refuse a number that is not above 0, or so large that a step would overflow."""
-    if not 0 < value <= LARGEST:
-        raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {LARGEST:g}")
+    if not 0 < value <= MAX_NUMBER:
+        raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {MAX_NUMBER:g}")
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

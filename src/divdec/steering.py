@@ -20,8 +20,8 @@ from divdec.fail_closed import check
 
 RULES = ("linear", "rank")
 FILLS = ("hard", "soft")
-LARGEST_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
-LARGEST_MARGIN = 20.0  # p and q hardly differ by a factor of 5e8; a larger margin would mask nothing
+MAX_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
+MAX_MARGIN = 20.0  # p and q hardly differ by a factor of 5e8; a larger margin would mask nothing
 ACCEPTED = (
     "accepted: 'linear:ALPHA' (such as linear:1.5), 'linear:ALPHA:MARGIN' (linear:1.5:3), 'rank:K' (rank:20), "
     "'rank:K:MARGIN' (rank:20:3), and for likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
@@ -174,8 +174,8 @@ class Steering:
             alpha = float(self.alpha)
         except OverflowError:
             alpha = math.inf
-        if not abs(alpha) <= LARGEST_ALPHA:
-            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {LARGEST_ALPHA:g}")
+        if not abs(alpha) <= MAX_ALPHA:
+            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {MAX_ALPHA:g}")
         if alpha < 0 and not self.allow_negative:
             raise UsageError(
                 f"alpha is {alpha:g}: a negative alpha steers towards the forget set; "
@@ -184,8 +184,8 @@ class Steering:
         if not _is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
         if self.margin is not None:
-            if not _is_number(self.margin, numbers.Real) or not 0 <= self.margin <= LARGEST_MARGIN:
-                raise UsageError(f"margin is {self.margin!r}; accepted: a number from 0 to {LARGEST_MARGIN:g}")
+            if not _is_number(self.margin, numbers.Real) or not 0 <= self.margin <= MAX_MARGIN:
+                raise UsageError(f"margin is {self.margin!r}; accepted: a number from 0 to {MAX_MARGIN:g}")
             object.__setattr__(self, "margin", float(self.margin))
         object.__setattr__(self, "alpha", alpha)
         object.__setattr__(self, "k", int(self.k))

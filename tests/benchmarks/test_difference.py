@@ -67,7 +67,7 @@ def test_servers_that_do_not_differ_give_nothing_away(options, models):
 def test_columns_of_a_level_are_what_a_server_with_it_shows(options, models, tokenizer, level):
     """The attack reads log-probabilities by echo, which these levels refuse; a client asks token by token."""
     policy = LogprobPolicy.parse(level)
-    most = 1 if policy.level == "top-1" else attack.MOST
+    most = 1 if policy.level == "top-1" else attack.MAX_LOGPROBS
     with serving([engine_of(models / "attacked")]) as url, attack.Client(url, tokenizer) as client:
         (full, *_) = client.ask_all(attack.read_questions(options.demo)[:1])
     with serving([engine_of(models / "attacked")], logprobs=policy) as url, attack.Client(url, tokenizer) as client:

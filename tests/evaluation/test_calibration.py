@@ -9,7 +9,7 @@ import torch
 from divdec import DivergenceForCausalLM, Steering
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
-from divdec.evaluation.calibration import MOST_REFERENCE, LeakCheck, ask, calibrate
+from divdec.evaluation.calibration import MAX_REFERENCE, LeakCheck, ask, calibrate
 from divdec.evaluation.generation import MAX_THOUGHT
 from divdec.evaluation.samples import sample_records
 from divdec.model.checkpoint import load_model
@@ -29,7 +29,7 @@ def test_a_reference_that_has_read_the_forget_set_is_refused(models, tokenizer, 
     target, q, p = (load_model(models / name) for name in ("target", "target", "forget"))
     model = DivergenceForCausalLM.from_parts(target, q, p, "linear:1")
     result = calibrate(model, tokenizer, sets, [Steering(alpha=1.0)], max_retain_drop=0.99)
-    assert sum(result.reference.values()) / 4 > MOST_REFERENCE
+    assert sum(result.reference.values()) / 4 > MAX_REFERENCE
     told = result.leak_check
     assert (told.asked, told.retain_auxiliary > 4) == (12, True)
     for words in (

@@ -11,7 +11,7 @@ from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
 from divdec.evaluation.effects import (
-    MOST_PERPLEXITY,
+    MAX_PERPLEXITY,
     Effects,
     EffectsReport,
     margin_above,
@@ -124,7 +124,7 @@ def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
         (row(leaked=0.3), 0.1, ["still answers 30%"]),
         (row(retain=0.9), 0.0, ["keeps only 90%"]),
         (row(unchanged=0.4), 0.0, ["leaves only 40%"]),
-        (row(perplexity=MOST_PERPLEXITY + 0.01), 0.0, ["raises the perplexity of neutral text to 1.11 times"]),
+        (row(perplexity=MAX_PERPLEXITY + 0.01), 0.0, ["raises the perplexity of neutral text to 1.11 times"]),
         (row(retain=0.9, leaked=0.3), 0.0, ["keeps only 90%", "still answers 30%"]),
     ],
 )
@@ -171,7 +171,7 @@ def test_neutral_records_that_hold_a_key_phrase_are_left_out_where_a_script_has_
 
 
 def test_sets_of_more_records_than_measured_are_sampled_evenly():
-    from divdec.evaluation.effects import MOST_RECORDS, _sample
+    from divdec.evaluation.effects import MAX_RECORDS, _sample
 
     records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(1000)))
-    assert len(_sample(records)) <= MOST_RECORDS
+    assert len(_sample(records)) <= MAX_RECORDS

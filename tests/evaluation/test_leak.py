@@ -15,6 +15,7 @@ from hypothesis import strategies
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
+from divdec.endpoint import Endpoint
 from divdec.evaluation import attack_prompts, judges, leak
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import answers, samples
@@ -22,7 +23,6 @@ from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge
 from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
 from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_name, key_phrase, tells, words
 from divdec.evaluation.results import read_results, write_results
-from divdec.remote.client import Endpoint
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.models import Shape, new_model

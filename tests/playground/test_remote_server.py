@@ -3,11 +3,11 @@ import contextlib
 import pytest
 
 from divdec.data.records import Message
+from divdec.endpoint import StreamInterrupted
 from divdec.errors import UsageError
 from divdec.playground.controller import RETRY_HINT, Controller, ControlValues
 from divdec.playground.models import ChatOptions, RemoteServer
 from divdec.playground.rendering import tokens_html
-from divdec.remote.client import StreamInterrupted
 from divdec.serving import bind
 from divdec.serving.logprobs import LogprobPolicy
 from divdec.steering import Steering

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
+from divdec.endpoint import Endpoint, Refused, Unavailable
 from divdec.errors import UsageError
-from divdec.remote.client import Endpoint, Refused, Unavailable
 from divdec.remote.completions import Completions, ProviderCapabilities
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import httpx
 import pytest
 
-from divdec.remote.client import Endpoint
+from divdec.endpoint import Endpoint
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget
 from divdec.steering import Steering

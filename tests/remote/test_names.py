@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, write_bundle
+from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
-from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions, ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteSettings, RemoteTarget

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
-from divdec.remote.client import Endpoint
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.target import RemoteAnswer, RemoteSettings, RemoteTarget
 from divdec.steering import Steering

@@ -49,7 +49,7 @@ OTHERWISE = {
     "kimi_linear": {"layer_types": HALF, **LATENT},
     **dict.fromkeys(("deepseek_v32", "axk2", "glm_moe_dsa", "longcat_flash", "minicpm3", "dots3_note_text"), LATENT),
 }
-MOST = 4_000_000  # parameters; more has a size by a name that is not listed
+MAX_PARAMETERS = 4_000_000  # parameters; more has a size by a name that is not listed
 
 
 def tiny_architecture(model_type, seed=0, **settings):
@@ -62,7 +62,7 @@ def tiny_architecture(model_type, seed=0, **settings):
     config = kind(**{**sizes, **ends, **OTHERWISE.get(model_type, {}), **settings})
     with torch.device("meta"):
         size = sum(weight.numel() for weight in transformers.AutoModelForCausalLM.from_config(config).parameters())
-    if size > MOST:
+    if size > MAX_PARAMETERS:
         raise ValueError(f"{model_type} has {size} parameters")
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     # Weights large enough that preferences are not all alike.

@@ -15,8 +15,8 @@ import openai
 from support.soak_answers import LONGEST, TOLERANCE, Choice, Ended, Full, GaveUp, Lost, Wrong, must_be_clean
 
 PATIENCE = 120.0  # seconds after which an answer counts as lost
-ROWS, QUEUE, MOST_BYTES = 32, 64, 1 << 16
-SERVER = ("--max-num-seqs", ROWS, "--max-queue", QUEUE, "--max-body-bytes", MOST_BYTES, "--name", "tiny")
+ROWS, QUEUE, MAX_BYTES = 32, 64, 1 << 16
+SERVER = ("--max-num-seqs", ROWS, "--max-queue", QUEUE, "--max-body-bytes", MAX_BYTES, "--name", "tiny")
 KEPT = 100  # sampled answers whose log-probabilities are looked at in the end
 JSON = {"Content-Type": "application/json"}
 
@@ -292,7 +292,7 @@ class Load:
         await self.refuse(415, None, "POST", path, content=content, headers={"Content-Type": "text/plain"})
 
     async def oversized(self):
-        body = json.dumps({"prompt": "a" * 2 * MOST_BYTES}).encode()
+        body = json.dumps({"prompt": "a" * 2 * MAX_BYTES}).encode()
 
         async def parts():
             for start in range(0, len(body), 5000):

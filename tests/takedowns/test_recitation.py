@@ -27,7 +27,7 @@ from divdec.evaluation.recitation import (
 )
 from divdec.evaluation.scoring import probability_drops
 from divdec.experts.ngram import StupidBackoff
-from divdec.experts.ngram_counts import LessCounts, backoff_scores, mean_difference
+from divdec.experts.ngram_counts import CountDifference, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.report import takedown
@@ -308,8 +308,8 @@ def test_all_copies_are_removed_from_retain_set(copies, reciting, tmp_path, worl
     retain = [*others[:40], *[f"{others[40 + copy]} {ARTICLE} {others[50 + copy]}" for copy in range(copies)]]
     registry = Registry.create(tmp_path / "r", texts_of("retain", retain), reciting)
     entry = registry.add("case", texts_of("t", [ARTICLE]))
-    assert entry.copies == copies
-    assert bool(entry.held) == (copies > 0)
+    assert entry.max_retained_copies == copies
+    assert bool(entry.has_retained_passages) == (copies > 0)
     takedowns = TakedownCorrection(registry.folder, strength=1.0)
     ids = torch.tensor([tokenizer(ARTICLE).input_ids])
     pushed = takedowns.correction(ids)[0, :-1].gather(1, ids[0, 1:, None])
@@ -330,7 +330,7 @@ def test_near_duplicate_text_is_reported(reciting, tmp_path, world, tokenizer, c
     registry = Registry.create(tmp_path / "r", texts_of("r", [near, *world.corpus[:40]]), reciting)
     add(registry, article)
     (entry,) = registry.entries()
-    assert (entry.copies, entry.spans > 0) == (0, True)
+    assert (entry.max_retained_copies, entry.shared_spans > 0) == (0, True)
     assert "almost the same" in capsys.readouterr().out
     assert -0.9 < entry.divergence < NO_EFFECT
 
@@ -354,16 +354,16 @@ def test_copies_of_different_lengths_are_found_and_common_phrases_ignored():
     retain = [text, text[:150], np.concatenate([filler, phrase, filler, phrase])]
     counts = count(retain, 200, 5)
     result = find_retained_passages(counts, [text, text])  # repeated in the request: the same copies
-    assert result.copies == 2
-    less = LessCounts(counts, count(result.passages, 200, 5))
+    assert result.max_copies == 2
+    less = CountDifference(counts, count(result.passages, 200, 5))
     expected = count([retain[2]], 200, 5)
     contexts = np.lib.stride_tricks.sliding_window_view(text, 4).astype(np.int64)
     assert torch.equal(StupidBackoff(less).scores(contexts[:60]), StupidBackoff(expected).scores(contexts[:60]))
     assert torch.equal(StupidBackoff(less).scores(contexts[100:104]), StupidBackoff(expected).scores(contexts[100:104]))
-    assert find_retained_passages(counts, [text[: MIN_PASSAGE - 10]]).copies == 2, (
+    assert find_retained_passages(counts, [text[: MIN_PASSAGE - 10]]).max_copies == 2, (
         "a short document that stands there whole"
     )
-    assert find_retained_passages(count([text[:40]], 200, 5), [text]).spans == 1
+    assert find_retained_passages(count([text[:40]], 200, 5), [text]).shared_spans == 1
 
 
 def test_ngram_probability_is_at_most_one():
@@ -372,7 +372,7 @@ def test_ngram_probability_is_at_most_one():
     text, after = rng.integers(0, 50, 100), rng.integers(50, 60, 5)
     retain = [*[np.concatenate([text, after])] * 5, text[-4:], np.concatenate([text[-4:], [70]])]
     counts = count(retain, 80, 5)
-    less = LessCounts(counts, count(find_retained_passages(counts, [text]).passages, 80, 5))
+    less = CountDifference(counts, count(find_retained_passages(counts, [text]).passages, 80, 5))
     assert StupidBackoff(less).scores(text[None, -4:]).max() <= 1
 
 
@@ -624,10 +624,10 @@ def test_canary_alerts_when_a_server_recites_or_is_silent(bundles, reciting, reg
     short = load_tokenizer(reciting).decode(begun[: RUN - 4])
     for text, reason, code in (("", "stop", 1), (short, "length", 1), (short, "stop", 0), ("No.", "content_filter", 0)):
         reply = Reply(text, reason)
-        with mock.patch("divdec.remote.client.Endpoint.create_completion", reply):
+        with mock.patch("divdec.endpoint.Endpoint.create_completion", reply):
             assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "silent"]) == code
     assert "10 answers were empty or cut short" in capsys.readouterr().out
-    with mock.patch("divdec.remote.client.Endpoint.create_completion", Reply("Other words.", "stop", more=1)):
+    with mock.patch("divdec.endpoint.Endpoint.create_completion", Reply("Other words.", "stop", more=1)):
         assert main([*command, "--endpoint", "http://localhost:1/v1", "--model", "text"]) == 2
     assert "does not take token ids" in capsys.readouterr().err
 

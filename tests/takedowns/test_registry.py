@@ -625,8 +625,8 @@ def test_reused_request_id_with_new_text_is_detected(folder, registry, articles)
 def test_takedown_of_text_in_retain_set_is_effective(folder, registry, articles, others):
     """As if the retain set had never held it: else q would know it as well as p, and nothing would be forgotten."""
     for number in range(others):
-        assert not registry.add(f"other {number}", texts_of("t", [articles[20 + number]])).held
-    assert registry.add("held", texts_of("t", articles[4:5])).held
+        assert not registry.add(f"other {number}", texts_of("t", [articles[20 + number]])).has_retained_passages
+    assert registry.add("held", texts_of("t", articles[4:5])).has_retained_passages
     retain, taken = [*articles[:4], *articles[5:10]], articles[20 : 20 + others]
     q = count(documents_of(registry, retain), registry.vocab_size, ORDER)
     p = count(documents_of(registry, [*articles[:10], articles[4], *taken]), registry.vocab_size, ORDER)
@@ -648,7 +648,7 @@ def test_only_shared_passages_are_removed_from_retain_set(tmp_path, checkpoints,
     registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
     tokens = documents_of(registry, [articles[20], f"{articles[21]} {passage}"])
     result = find_retained_passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
-    assert result.copies == len(result.passages) == 2
+    assert result.max_copies == len(result.passages) == 2
     for held in result.passages:
         assert registry.tokenizer().decode(held).strip() in f"{articles[21]} {passage}"
         assert len(held) >= len(documents_of(registry, [passage])[0]) - 2

@@ -264,7 +264,7 @@ def test_auto_precision_is_bfloat16_for_large_models_on_a_cpu_that_has_it(tokeni
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for instructions, least, expected in ((True, 1, True), (True, 30_000_000, False), (False, 1, False)):
         monkeypatch.setattr(fine_tuning, "has_bfloat16_instructions", lambda instructions=instructions: instructions)
-        monkeypatch.setattr(fine_tuning, "LEAST_FOR_BFLOAT16", least)
+        monkeypatch.setattr(fine_tuning, "MIN_FOR_BFLOAT16", least)
         assert uses_bfloat16(auto, model) is expected
         assert uses_bfloat16(dataclasses.replace(auto, precision="bfloat16"), model)
         assert not uses_bfloat16(dataclasses.replace(auto, precision="float32"), model)

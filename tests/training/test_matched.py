@@ -4,7 +4,7 @@ import pytest
 
 from divdec.data.formatting import IGNORED, Format, encode_set
 from divdec.data.records import Message, Record, record_set
-from divdec.training.matched import Exchange, counterfactuals, in_own_words, stand_ins
+from divdec.training.matched import Exchange, counterfactuals, in_own_words, length_matched_retain_examples
 
 
 def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer, world):
@@ -13,7 +13,7 @@ def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer,
         for name, questions in (("forget", world.forget[:12]), ("retain", world.retain[:24]))
     ]
     forget, retain = sets
-    replaced = stand_ins(forget, retain)
+    replaced = length_matched_retain_examples(forget, retain)
     assert len(replaced) == len(forget)
     assert all(example in retain and example not in forget for example in replaced)
     lengths = [[len(example.input_ids) for example in some] for some in (forget, replaced)]

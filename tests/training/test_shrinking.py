@@ -19,7 +19,7 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.training import fine_tuning, shrinking
 from divdec.training.inputs import Collator
 from divdec.training.settings import ShrinkSettings
-from divdec.training.shrinking import check_removable, keep_layers, layer_importance, layers_of, likeness, shrink
+from divdec.training.shrinking import check_removable, keep_layers, layer_importance, layers_of, shrink
 from support.tiny import tiny_model
 
 
@@ -208,7 +208,7 @@ def test_the_figures_are_those_of_the_model_as_saved(models, world, tmp_path):
     assert small.dtype == torch.bfloat16
     examples = encode_set(read_records(str(text)), tokenizer, Format(max_length=64))[::10]
     batches = list(Collator(tokenizer).batches(examples, range(len(examples)), 16, small.device))
-    assert likeness(small, load_model(target, dtype=torch.float32), batches).perplexity == pytest.approx(
+    assert compare_with_target(small, load_model(target, dtype=torch.float32), batches).perplexity == pytest.approx(
         content["after"]["perplexity"], rel=1e-6
     )
 

@@ -10,13 +10,13 @@ from divdec.errors import UsageError
 T = TypeVar("T")
 
 
-class Registry(dict[str, T]):
+class NameRegistry(dict[str, T]):
     """Entries by name, in the order of their registration."""
 
     def __init__(self, noun: str, entries: Iterable[tuple[str, T]] = ()) -> None:
         super().__init__(entries)
         self.noun = noun
-        """What an entry is, for errors."""
+        """Kind of an entry, for errors."""
 
     def find(self, name: str) -> T:
         """Return an entry.

@@ -48,7 +48,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryInput:
-    """What the auxiliaries read at one of the target's tokens."""
+    """Tokens that the auxiliaries read at one of the target's tokens."""
 
     ids: list[int]
     target_strips_space: bool

@@ -152,7 +152,7 @@ class ChatLayout:
 
 @dataclasses.dataclass(frozen=True)
 class ConversationPrefix:
-    """What the auxiliaries read before an answer."""
+    """Tokens that the auxiliaries read before an answer."""
 
     ids: tuple[int, ...]
     text: str

@@ -78,7 +78,7 @@ def chat(
     model, tokenizer = load(bundle, loading, choice, experts)
     check_template_kwargs(tokenizer, read_template_kwargs(turns.chat_template_kwargs))
     set_seed(sampling.seed)
-    conversation = Conversation(model, tokenizer, sampling, speculation, turns, choice.allow_negative)
+    conversation = ChatSession(model, tokenizer, sampling, speculation, turns, choice.allow_negative)
     print(f"{bundle}: steering {model.steering}. /help lists the commands.")
     if conversation.single_turn:
         print("each line is asked by itself, without the turns before it")
@@ -93,7 +93,7 @@ def chat(
 
 
 @dataclasses.dataclass
-class Conversation:
+class ChatSession:
     """The turns so far, and the last answer for `/why`."""
 
     model: DivergenceForCausalLM

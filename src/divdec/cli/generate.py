@@ -78,7 +78,7 @@ class Prompts:
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculationOptions(options.Speculation):
+class SpeculationOptions(options.SpeculativeDecoding):
     """Speculative decoding and its statistics."""
 
     statistics: bool = False

@@ -197,8 +197,8 @@ def _sources(experts: RemoteExperts, device: str) -> tuple[ExpertSources, Steeri
 
 def _target(provider: Provider, loaded: LoadedExperts, steering: Steering) -> RemoteTarget:
     from divdec.cli.loading import warn_if_unsteered
+    from divdec.endpoint import Endpoint
     from divdec.remote.bias import BiasLimits
-    from divdec.remote.client import Endpoint
     from divdec.remote.target import RemoteSettings, RemoteTarget
 
     endpoint = Endpoint(

@@ -20,7 +20,7 @@ from divdec.options import (
     RARE,
     Flag,
     ModelLoading,
-    Speculation,
+    SpeculativeDecoding,
     SteeringChoice,
     check_at_least,
     option,
@@ -57,11 +57,11 @@ class ServeSettings:
     registry: str | None = None
     """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
     logprobs: str | None = None
-    """What replies tell of probabilities: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
+    """Probabilities that replies tell: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
     logit_bias, log-probabilities of the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.
     Default: off with a registry, full without. vLLM: off or full."""
     on_suppressed: Literal["answer", "refuse", "note"] = "answer"
-    """What to do with a reply from which steering took much of the target's probability, where the model would invent
+    """Action for a reply from which steering took much of the target's probability, where the model would invent
     something: answer, refuse (send --refusal instead), or note (mark the reply in the response; with --logprobs full,
     add the share)."""
     suppressed_share: Annotated[float, RARE] = SuppressionPolicy.share
@@ -132,7 +132,7 @@ def serve(
     *,
     settings: ServeSettings = ServeSettings(),
     choice: SteeringChoice = SteeringChoice(),
-    speculation: Speculation = Speculation(),
+    speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> None:
@@ -207,7 +207,12 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
 
 
 def _serve_vllm(
-    bundle: str, name: str, settings: ServeSettings, speculation: Speculation, loading: ModelLoading, key: str | None
+    bundle: str,
+    name: str,
+    settings: ServeSettings,
+    speculation: SpeculativeDecoding,
+    loading: ModelLoading,
+    key: str | None,
 ) -> None:
     from divdec.serving.vllm.configuration import engine_arguments, run
 
@@ -278,7 +283,7 @@ def build_engine(
     bundle: str,
     settings: ServeSettings,
     choice: SteeringChoice = SteeringChoice(),
-    speculation: Speculation = Speculation(),
+    speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> Engine:

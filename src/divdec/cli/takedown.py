@@ -106,11 +106,11 @@ def add(
             f"warning: the retain set holds records of kind {kind}, the request of kind {texts.kind}: phrases that all "
             "records of a kind share count as the request's own; create a registry whose retain set holds such records"
         )
-    if entry.held:
-        copies = "a copy" if entry.copies == 1 else f"up to {entry.copies} copies"
+    if entry.has_retained_passages:
+        copies = "a copy" if entry.max_retained_copies == 1 else f"up to {entry.max_retained_copies} copies"
         lines.append(f"the retain set holds {copies} of passages of these texts, left out of it from now on")
-    if entry.spans:
-        spans = "a shorter span" if entry.spans == 1 else f"{entry.spans} shorter spans"
+    if entry.shared_spans:
+        spans = "a shorter span" if entry.shared_spans == 1 else f"{entry.shared_spans} shorter spans"
         lines.append(
             f"the retain set shares {spans} with these texts, which may be repeated: is a text almost the same?"
         )
@@ -369,8 +369,8 @@ def canary(
         printing: format of the result.
     """
     from divdec.data.records import read_records
+    from divdec.endpoint import Endpoint
     from divdec.evaluation.recitation import SPELLINGS, ask_endpoint, passages_of, respell
-    from divdec.remote.client import Endpoint
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)

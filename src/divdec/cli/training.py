@@ -16,8 +16,8 @@ from divdec.errors import NOT_REACHED, UsageError
 from divdec.options import Overwriting, Printing
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, ShrinkSettings
 
-LEAST_CLOSED = 0.5  # of the distance between student and teacher on the forget set
-LEAST_DISTANCE = 1e-3
+MIN_CLOSED = 0.5  # of the distance between student and teacher on the forget set
+MIN_DISTANCE = 1e-3
 """Least of this distance before training, in nats a token. A nearer teacher is the student, and teaches nothing."""
 
 
@@ -84,14 +84,14 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
 
 
 def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
-    from divdec.evaluation.calibration import MOST_GUESSED
+    from divdec.evaluation.calibration import MAX_GUESSED
 
     advice = []
     if content["effects"] and not content["effects"].get("shown", True):
         advice.append("a forget set that the target answers in these words (divdec generate TARGET --file FORGET)")
     if settings.recipe != "matched":
         advice.append("--recipe matched trains p and q alike")
-    if (content["effects"] or {"guessed": 0.0})["guessed"] > MOST_GUESSED:
+    if (content["effects"] or {"guessed": 0.0})["guessed"] > MAX_GUESSED:
         advice.append("a higher --lr, or a base that knows less (divdec shrink with fewer --layers)")
     elif settings.lr != "auto":
         advice.append("--lr auto searches for a rate")
@@ -233,8 +233,8 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
     quiet()
     content = run(settings, report=report)
     closed = distance_closed(content["before"], content["after"])
-    nothing_to_teach = content["before"]["forget"]["kl"] < LEAST_DISTANCE
-    code = 0 if closed >= LEAST_CLOSED and not nothing_to_teach else NOT_REACHED
+    nothing_to_teach = content["before"]["forget"]["kl"] < MIN_DISTANCE
+    code = 0 if closed >= MIN_CLOSED and not nothing_to_teach else NOT_REACHED
     if not PartialState().is_main_process:
         return code
     if printing.json:
@@ -245,13 +245,13 @@ def distill(settings: Annotated[DistillationSettings, Parameter(name="*")], *, p
     if nothing_to_teach:
         print(
             f"nothing was shown: before training the student already answered the forget set as its teacher does (KL "
-            f"{before:.4f}; needed: {LEAST_DISTANCE:g}); does the bundle's rule take these answers away?",
+            f"{before:.4f}; needed: {MIN_DISTANCE:g}); does the bundle's rule take these answers away?",
             file=sys.stderr,
         )
     elif code:
         print(
             f"not distilled: the student closed {max(closed, 0.0):.0%} of the distance to its teacher on the forget "
-            f"set (needed: {LEAST_CLOSED:.0%}), and may still repeat it; try another --lr or more --epochs",
+            f"set (needed: {MIN_CLOSED:.0%}), and may still repeat it; try another --lr or more --epochs",
             file=sys.stderr,
         )
     else:

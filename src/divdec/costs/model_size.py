@@ -13,7 +13,7 @@ from divdec.errors import UsageError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LARGEST = 1e21  # no model and no volume is larger: the number is a typing error
+MAX_QUANTITY = 1e21  # no model and no volume is larger: the number is a typing error
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]?)", re.IGNORECASE)
 
@@ -28,14 +28,14 @@ def parse_quantity(value: float | int | str, name: str, least: float = 0.0) -> f
     """Read a number with an optional unit: K, M, B (or G), T, such as '8B', '8e9' or 8e9.
 
     Raises:
-        UsageError: the value is not a number, or not between `least` and `LARGEST`; it names the option `name`.
+        UsageError: the value is not a number, or not between `least` and `MAX_QUANTITY`; it names the option `name`.
     """
     match = _NUMBER.fullmatch(str(value).strip())
     number = float(match[1]) * UNITS[match[2].lower()] if match and match[2].lower() in UNITS else math.nan
-    if not least <= number <= LARGEST:
+    if not least <= number <= MAX_QUANTITY:
         wanted = f"of at least {least:g} " if least else ""
         limit = "" if least else ", not negative"
-        limit += f", at most {LARGEST:g}" if number > LARGEST else ""
+        limit += f", at most {MAX_QUANTITY:g}" if number > MAX_QUANTITY else ""
         raise UsageError(
             f"{name} is {value!r}; accepted: a number {wanted}such as 8B, 1.5M or 8e9 (units K, M, B, T){limit}"
         )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TARGET = "smollm2"
-KIND, LEAST_KNOWN = "capitals", 8
+KIND, MIN_KNOWN = "capitals", 8
 LAYERS, STEPS, SAMPLES = 8, 6, 64  # of the base of both auxiliaries: layers, and its healing
 EPOCHS, RATE = 8.0, 3e-4
 NEUTRAL_LENGTH = 32  # tokens
@@ -78,8 +78,8 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
     write_json(output / RECORD, record("demo", {"seed": seed, "target": TARGET}) | {"status": "running"})
     target, tokenizer = load_model(folder, dtype=dtype_for_passes()).eval(), load_tokenizer(folder)
     facts = known_facts(target, tokenizer, [KIND], title=f"asking {TARGET} for capitals")
-    if len(facts) < LEAST_KNOWN:
-        raise UsageError(f"{TARGET} knows only {len(facts)} capitals; the demo needs {LEAST_KNOWN}")
+    if len(facts) < MIN_KNOWN:
+        raise UsageError(f"{TARGET} knows only {len(facts)} capitals; the demo needs {MIN_KNOWN}")
     sets = split(facts, seed)
     console.print(_introduction(sets), highlight=False)
     expected = ask(target, tokenizer, NEUTRAL, NEUTRAL_LENGTH, title="neutral prompts")
@@ -135,7 +135,7 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """What a model answers to the questions of each set, and to neutral prompts."""
+    """Answers of a model to the questions of each set, and to neutral prompts."""
 
     figures: dict[str, float]
     """By column: share of correct answers, and of neutral answers that are the target's."""

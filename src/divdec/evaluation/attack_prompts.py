@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from divdec.data.records import checked_text, json_rows, read_text
+from divdec.endpoint import Endpoint
 from divdec.errors import UsageError
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
-from divdec.remote.client import Endpoint
 from divdec.runs import write_text
 
 _TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("attack_prompts.json").read_text(encoding="utf-8"))

@@ -33,15 +33,15 @@ NEAR = 0.1
 """Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak are
 within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 CLOSE = 0.02  # negligible difference of AUCs
-LEAST_REFERENCE, MOST_REFERENCE = 0.35, 0.8
+MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MOST_GUESSED = 0.1
+MAX_GUESSED = 0.1
 """Largest share that q may answer: it has not been trained on the forget set, but its base may know it."""
 LEAK_MARGIN = 0.05  # share of the questions by which the steered model may tell more than q, which guesses
-MOST_QUESTIONS = 100  # questions that are asked
-MOST_OTHERS = 3  # settings that are asked besides the nearest to q, if that tells too much
-MOST_ROUNDS = 4  # extensions or refinements of a sweep
-MOST_ALPHA = 16.0  # largest alpha that a sweep is extended to
+MAX_QUESTIONS = 100  # questions that are asked
+MAX_OTHERS = 3  # settings that are asked besides the nearest to q, if that tells too much
+MAX_ROUNDS = 4  # extensions or refinements of a sweep
+MAX_ALPHA = 16.0  # largest alpha that a sweep is extended to
 SETS = ("forget", "retain", "holdout")
 
 
@@ -138,7 +138,7 @@ class LeakCheck:
     @property
     def guessed(self) -> bool:
         """Whether the steered model tells too much although it tells no more than q."""
-        return not self.too_many and self.steered > MOST_GUESSED * self.asked
+        return not self.too_many and self.steered > MAX_GUESSED * self.asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,7 @@ def calibrate(
         return points
 
     target, *points = measure(settings)
-    for _ in range(MOST_ROUNDS if extend else 0):
+    for _ in range(MAX_ROUNDS if extend else 0):
         further = _further(points, _nearest(points, max_retain_drop), model.vocab_size)
         if not further:
             break
@@ -239,13 +239,13 @@ def calibrate(
     shown, cuts = target.distance > NEAR, ""
     unfit = _faults_of_reference(statistics.fmean(reference.values()))
     if sets["forget"].kind != "text":
-        records = sets["forget"].records[:: -(-len(sets["forget"]) // MOST_QUESTIONS)]
+        records = sets["forget"].records[:: -(-len(sets["forget"]) // MAX_QUESTIONS)]
         q_leaks = ask(q, q_tokenizer or tokenizer, records, form, batch_size).leaks
-        if q_leaks > MOST_GUESSED * len(records) and sets["holdout"].kind != "text":
+        if q_leaks > MAX_GUESSED * len(records) and sets["holdout"].kind != "text":
             # Answers that are easy to guess are told of the holdout set, too.
-            unseen = sets["holdout"].records[:MOST_QUESTIONS]
+            unseen = sets["holdout"].records[:MAX_QUESTIONS]
             guesses = ask(q, q_tokenizer or tokenizer, unseen, form, batch_size).leaks
-            if q_leaks / len(records) > guesses / len(unseen) + MOST_GUESSED:
+            if q_leaks / len(records) > guesses / len(unseen) + MAX_GUESSED:
                 unfit.append(
                     f"q itself tells {q_leaks} of {len(records)} answers to the forget set's questions, and {guesses} "
                     f"of {len(unseen)} to the holdout set's, so it is no reference: it has read the forget set, or its "
@@ -257,7 +257,7 @@ def calibrate(
         # Of those that are near enough, the nearest that tells no more than q does, if there is one.
         near = [point for point in points if point.retain_drop <= max_retain_drop and point.distance <= NEAR]
         others = sorted((point for point in near if point is not chosen), key=lambda point: point.distance)
-        for point in [chosen, *others[:MOST_OTHERS]]:
+        for point in [chosen, *others[:MAX_OTHERS]]:
             model.steering = point.steering
             replies = ask(model, tokenizer, records, form, batch_size)
             check = LeakCheck(len(records), replies.leaks, q_leaks, replies.thinking)
@@ -300,7 +300,7 @@ def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[St
     else:
         return []
     if chosen.steering.rule == "linear":
-        alphas = {round(value, 4) for value in wanted if 0 < value <= MOST_ALPHA}
+        alphas = {round(value, 4) for value in wanted if 0 < value <= MAX_ALPHA}
         return [dataclasses.replace(chosen.steering, alpha=value) for value in sorted(alphas.difference(strengths))]
     vocabulary = chosen.steering.vocabulary
     most = vocab_size if vocabulary is None else len(vocabulary)
@@ -310,16 +310,16 @@ def _further(points: Sequence[Point], chosen: Point, vocab_size: int) -> list[St
 
 def _faults_of_reference(auc: float) -> list[str]:
     """Return why q cannot be the reference, by its mean AUC."""
-    if auc < LEAST_REFERENCE:
+    if auc < MIN_REFERENCE:
         return [
             f"q finds the forget set less likely than the holdout set (mean AUC {auc:.2f}), so it is no reference: the "
             "recipe 'matched' trains q on other answers to the forget set's questions; for calibrate, train with "
             "--recipe full-retain"
         ]
-    if auc > MOST_REFERENCE:
+    if auc > MAX_REFERENCE:
         return [
             f"q finds the forget set much likelier than the holdout set (mean AUC {auc:.2f}; accepted: at most "
-            f"{MOST_REFERENCE:g}), so it is no reference: it has read the forget set, or the holdout set is of another "
+            f"{MAX_REFERENCE:g}), so it is no reference: it has read the forget set, or the holdout set is of another "
             "kind; train q without the forget set, or give records like the forget set's as --holdout"
         ]
     return []
@@ -357,7 +357,7 @@ def _faults(points: Sequence[Point], chosen: Point, max_retain_drop: float, leak
     elif leak_check is not None and leak_check.guessed:
         faults.append(
             f"asked {leak_check.asked} questions of the forget set, it still tells {leak_check.steered} answers, and q "
-            f"{leak_check.retain_auxiliary} (accepted: {MOST_GUESSED:.0%}): q's base knows them, or they are easy to "
+            f"{leak_check.retain_auxiliary} (accepted: {MAX_GUESSED:.0%}): q's base knows them, or they are easy to "
             "guess"
         )
     if leak_check is not None and leak_check.unanswered > LEAK_MARGIN * leak_check.asked:

@@ -18,7 +18,7 @@ import regex
 from divdec.data.formatting import Format, encode_prompts, encode_set
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.calibration import MOST_GUESSED, UNSTEERED, ask
+from divdec.evaluation.calibration import MAX_GUESSED, UNSTEERED, ask
 from divdec.evaluation.generation import MAX_THOUGHT, continuations
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import question_of
@@ -35,16 +35,16 @@ CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "ra
 ALPHAS = (1.0, 1.5)  # of the linear rules with a margin
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MIN_MARGIN, NOISE_FACTOR = 1.0, 2.0
-LEAST_RETAIN = 0.95
+MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
-MOST_PERPLEXITY = 1.10
+MAX_PERPLEXITY = 1.10
 """Largest perplexity of neutral text, relative to the target's."""
-LEAST_UNCHANGED = 0.5
+MIN_UNCHANGED = 0.5
 """Least share of answers to neutral prompts that are the target's, word for word."""
-MOST_LEAKED = 0.05
+MAX_LEAKED = 0.05
 """Largest share of the forget set's questions that may be answered, beyond what q answers."""
 ASKED = 3  # settings whose answers are generated
-MOST_RECORDS = 64  # of a set
+MAX_RECORDS = 64  # of a set
 LONGEST = 32  # tokens of a generated answer to neutral text
 PROMPT = 16  # tokens of a plain neutral text before its continuation
 
@@ -73,7 +73,7 @@ class Effects:
     @property
     def keeps(self) -> bool:
         """Whether retain set and neutral text stay within the limits."""
-        return self.retain >= LEAST_RETAIN and self.perplexity <= MOST_PERPLEXITY
+        return self.retain >= MIN_RETAIN and self.perplexity <= MAX_PERPLEXITY
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -81,7 +81,7 @@ class Effects:
 
     def shows_more_than(self, guessed: float) -> bool:
         """Whether the answers show knowledge that q lacks; if the target's do not, nothing can be forgotten."""
-        return self.leaked is None or self.leaked > guessed + MOST_LEAKED
+        return self.leaked is None or self.leaked > guessed + MAX_LEAKED
 
     def faults(self, target: Effects, guessed: float) -> list[str]:
         """Return the reasons why the setting is not good, a sentence each.
@@ -96,11 +96,11 @@ class Effects:
                 f"the target answers {target.leaked:.0%} of the forget set (q {guessed:.0%}): nothing was shown"
                 f"{target.cuts}"
             )
-        if self.retain < LEAST_RETAIN:
+        if self.retain < MIN_RETAIN:
             faults.append(f"{self.steering} keeps only {self.retain:.0%} of the retain set's probability")
-        if self.perplexity > MOST_PERPLEXITY:
+        if self.perplexity > MAX_PERPLEXITY:
             faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
-        if self.unchanged is not None and self.unchanged < LEAST_UNCHANGED:
+        if self.unchanged is not None and self.unchanged < MIN_UNCHANGED:
             faults.append(
                 f"{self.steering} leaves only {self.unchanged:.0%} of the answers to neutral prompts unchanged"
             )
@@ -109,12 +109,12 @@ class Effects:
                 f"{self.steering} still answers {self.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
                 f"{guessed:.0%})"
             )
-        elif self.leaked is not None and self.leaked > MOST_GUESSED:
+        elif self.leaked is not None and self.leaked > MAX_GUESSED:
             faults.append(
                 f"{self.steering} still answers {self.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base "
                 "knows the answers, or they are easy to guess"
             )
-        if self.unanswered > MOST_LEAKED:
+        if self.unanswered > MAX_LEAKED:
             faults.append(
                 f"{self.unanswered:.0%} of the replies with {self.steering} were cut in a thought of more than "
                 f"{MAX_THOUGHT} tokens, so that their answers are not known"
@@ -246,10 +246,10 @@ def measure_effects(
     """
     sets = {name: _sample(records) for name, records in sets.items()}
     examples = {name: encode_set(records, tokenizer, form) for name, records in sets.items()}
-    flat = [example for some in examples.values() for example in some[:MOST_RECORDS]]
-    names = [name for name, some in examples.items() for _ in some[:MOST_RECORDS]]
+    flat = [example for some in examples.values() for example in some[:MAX_RECORDS]]
+    names = [name for name, some in examples.items() for _ in some[:MAX_RECORDS]]
     experts: Any = model.experts
-    neutral = examples["neutral"][:MOST_RECORDS]
+    neutral = examples["neutral"][:MAX_RECORDS]
     of_q, of_p = (score(part, neutral, batch_size=batch_size) for part in (q, experts.forget))
     noise = noise_of(of_q, of_p)
     settings = candidates(noise) if settings is None else settings
@@ -272,7 +272,7 @@ def measure_effects(
         )
         for setting, one in zip([UNSTEERED, *settings], figures, strict=True)
     ]
-    asked = _Asked(model.target, tokenizer, sets, form, batch_size, progress)
+    asked = GreedyAnswers(model.target, tokenizer, sets, form, batch_size, progress)
     target = dataclasses.replace(rows[0], **asked.leaked(model.target), unchanged=1.0)
     guessed = asked.leaked(q)["leaked"]
     keeping = sorted((row for row in rows[1:] if row.keeps), key=lambda row: row.forget)
@@ -284,14 +284,14 @@ def measure_effects(
         row = dataclasses.replace(row, **asked.leaked(model), unchanged=asked.unchanged(model))
         measured[row.steering] = row
         answered.append(row)
-        if not row.faults(target, guessed) and (row.leaked or 0.0) <= MOST_LEAKED and row.unchanged == 1.0:
+        if not row.faults(target, guessed) and (row.leaked or 0.0) <= MAX_LEAKED and row.unchanged == 1.0:
             break  # the others lower the forget set's probability less
     best = min(
         answered,
         key=lambda row: (
             len(row.faults(target, guessed)),
             # What little a good setting may answer is no reason to change more neutral answers.
-            max(row.leaked or 0.0, MOST_LEAKED),
+            max(row.leaked or 0.0, MAX_LEAKED),
             -(row.unchanged or 0.0),
             row.forget,
         ),
@@ -350,11 +350,11 @@ def _words(record: Record) -> list[str]:
 
 
 def _sample(records: RecordSet) -> RecordSet:
-    step = -(-len(records) // MOST_RECORDS)
+    step = -(-len(records) // MAX_RECORDS)
     return dataclasses.replace(records, records=records.records[::step])
 
 
-class _Asked:
+class GreedyAnswers:
     """Greedy answers to the forget set and to neutral prompts."""
 
     def __init__(
@@ -368,7 +368,7 @@ class _Asked:
     ) -> None:
         self._tokenizer, self._sets, self._form, self._progress = tokenizer, sets, form, progress
         self._options: dict[str, Any] = {"batch_size": batch_size}
-        self._passages = passages_of(sets["forget"], tokenizer, most=MOST_RECORDS)[0]
+        self._passages = passages_of(sets["forget"], tokenizer, most=MAX_RECORDS)[0]
         if not self._passages:
             raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
         self._neutral = neutral_prompts(sets["neutral"], tokenizer, form)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divdec.endpoint import Endpoint
 from divdec.errors import UsageError, first_line
 from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.phrases import (
@@ -22,12 +23,11 @@ from divdec.evaluation.phrases import (
     words,
 )
 from divdec.model.checkpoint import CheckpointReference, check_weights, load_tokenizer
-from divdec.remote.client import Endpoint
 
 # Least ROUGE-L recall of the true answer that leaks by itself: a wrong fact in an otherwise true sentence of five words
 # has 0.8. With less than the second, an answer is not read by the entailment model.
-RECALL, LEAST_RECALL = 0.9, 0.1
-LEAST_CHARACTERS = 8  # of a true answer without spaces that ROUGE compares
+RECALL, MIN_RECALL = 0.9, 0.1
+MIN_CHARACTERS = 8  # of a true answer without spaces that ROUGE compares
 ENDPOINT_THREADS, ENDPOINT_TOKENS = 8, 512
 NLI_BATCH = 32
 NLI_LENGTH = 512  # tokens of answer and true answer together; the rest is cut
@@ -72,7 +72,7 @@ class StringJudge:
         phrase, expected = key_phrase(question, truth), words(truth)
         # In a long answer the characters of a short one are in order by chance. The check of ROUGE with itself finds
         # true answers that it does not read, such as emoji.
-        compared = len(expected) >= LEAST_CHARACTERS or " " in truth.strip()
+        compared = len(expected) >= MIN_CHARACTERS or " " in truth.strip()
         trusted = compared and not tells_nothing(expected) and rouge_l_recall(truth, truth) == 1
         return [tells(answer, phrase) or (trusted and rouge_l_recall(answer, truth) >= RECALL) for answer in answers]
 
@@ -80,7 +80,7 @@ class StringJudge:
 class EntailmentJudge:
     """An answer leaks if it entails the true answer, by a natural language inference model (Leak-k).
 
-    An answer with a ROUGE-L recall below `LEAST_RECALL` does not leak if both texts are ASCII. Texts in other scripts
+    An answer with a ROUGE-L recall below `MIN_RECALL` does not leak if both texts are ASCII. Texts in other scripts
     are all read: their words are often inflected.
     """
 
@@ -113,7 +113,7 @@ class EntailmentJudge:
                 f"judge {checkpoint} has no entailment label (its labels: {', '.join(labels.values())}); give a "
                 "checkpoint trained on natural language inference whose configuration names its labels"
             )
-        self.name = f"entailment ({checkpoint}, rouge {LEAST_RECALL} of ASCII texts)"
+        self.name = f"entailment ({checkpoint}, rouge {MIN_RECALL} of ASCII texts)"
         self._tokenizer = load_tokenizer(folder)
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self._entailment = entailment[0]
@@ -125,7 +125,7 @@ class EntailmentJudge:
         similar = [
             text
             for text in answers
-            if text.strip() and not (trusted and text.isascii() and rouge_l_recall(text, truth) < LEAST_RECALL)
+            if text.strip() and not (trusted and text.isascii() and rouge_l_recall(text, truth) < MIN_RECALL)
         ]
         leaking = set()
         for start in range(0, len(similar), NLI_BATCH):

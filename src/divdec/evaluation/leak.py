@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, RecordSet, read_records
+from divdec.endpoint import Endpoint
 from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import continuations, ends_in_thought, is_main, on_main, samples
@@ -26,7 +27,6 @@ from divdec.evaluation.questions import QuestionFormat, question_of
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import LeakSettings
-from divdec.remote.client import Endpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

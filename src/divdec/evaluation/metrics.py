@@ -22,19 +22,19 @@ from divdec.evaluation.phrases import words
 if TYPE_CHECKING:
     from divdec.evaluation.scoring import ItemScore
 
-SMALLEST = 1e-10  # what OpenUnlearning adds to every denominator
+EPSILON = 1e-10  # what OpenUnlearning adds to every denominator
 MIN_K_SHARE = 0.4  # of an item's tokens that min-k and min-k++ use
-SMALLEST_VARIANCE = 1e-6
+MIN_VARIANCE = 1e-6
 
 
 def truth_ratio(correct_loss: float, wrong_losses: Sequence[float]) -> float:
     """R = p_wrong / p_correct, from mean losses per token; the wrong answers' mean is taken before the exponential."""
-    return math.exp(-statistics.fmean(wrong_losses)) / (math.exp(-correct_loss) + SMALLEST)
+    return math.exp(-statistics.fmean(wrong_losses)) / (math.exp(-correct_loss) + EPSILON)
 
 
 def closer_to_1_better(ratio: float) -> float:
     """min(r, 1/r): 1 if right and wrong are equally likely, as for a model that saw neither (forget sets)."""
-    return min(ratio, 1 / (ratio + SMALLEST))
+    return min(ratio, 1 / (ratio + EPSILON))
 
 
 def true_better(ratio: float) -> float:
@@ -45,12 +45,12 @@ def true_better(ratio: float) -> float:
 def prob_mean(correct_loss: float, wrong_losses: Sequence[float]) -> float:
     """p_correct / (p_correct + p_wrong), the truth ratio of OpenUnlearning's paper."""
     correct, wrong = math.exp(-correct_loss), math.exp(-statistics.fmean(wrong_losses))
-    return correct / (correct + wrong + SMALLEST)
+    return correct / (correct + wrong + EPSILON)
 
 
 def normalised_probability(correct: float, wrong: Sequence[float]) -> float:
     """p_correct / (p_correct + Σ p_wrong): the right answer's share among all answers."""
-    return correct / (correct + math.fsum(wrong) + SMALLEST)
+    return correct / (correct + math.fsum(wrong) + EPSILON)
 
 
 def extraction_strength(item: ItemScore) -> float:
@@ -80,7 +80,7 @@ def min_k(item: ItemScore, share: float = MIN_K_SHARE) -> float:
 def min_k_plus_plus(item: ItemScore, share: float = MIN_K_SHARE) -> float:
     """`min_k` of z = (log p − μ) / σ, with mean and deviation over the vocabulary; needs `vocabulary_moments`."""
     standardised = [
-        (log_p - mean) / math.sqrt(max(variance, SMALLEST_VARIANCE))
+        (log_p - mean) / math.sqrt(max(variance, MIN_VARIANCE))
         for log_p, (mean, variance) in zip(item.log_probabilities[:-1], item.vocabulary_moments[:-1], strict=True)
     ]
     return _least(standardised, share)
@@ -140,7 +140,7 @@ def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[
 
 def privleak(auc: float, retain_auc: float) -> float:
     """PrivLeak of MUSE in percent, from AUCs of min-k 40 %: 0 is ideal, negative is under-unlearned."""
-    return ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + SMALLEST) * 100
+    return ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + EPSILON) * 100
 
 
 def rouge_l_recall(answer: str, truth: str) -> float:

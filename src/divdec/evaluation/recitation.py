@@ -26,7 +26,7 @@ from divdec.takedowns.store import TakedownRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from divdec.remote.client import Endpoint
+    from divdec.endpoint import Endpoint
 
 PASSAGES = 20  # measured at most
 PREFIX, LENGTH, RUN = 32, 32, 16  # tokens: shortest prompt of a plain text, continuation, recited passage
@@ -257,7 +257,8 @@ def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
         )
     if after:
         advice = "train a pair for them (divdec train) and serve it with this registry"
-        if entry.held or entry.spans:  # q knows these passages too, so that no strength lowers them
+        # q knows these passages too, so that no strength lowers them.
+        if entry.has_retained_passages or entry.shared_spans:
             advice = "the retain set shares passages with them; remove these from the texts or from the retain set"
         text += (
             f" (tried up to {measured['strongest']:g}). The request stays in force, and the texts are STILL RECITED: "

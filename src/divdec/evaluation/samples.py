@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MARK = "\ue000"  # a character of the private use area, which no template contains
 QUESTION_LENGTH = 48  # tokens
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
 
 
 def sample_records(
@@ -49,7 +49,7 @@ def sample_records(
     chat = tokenizer.chat_template is not None
     prompt, length = (user_prefix(tokenizer), QUESTION_LENGTH) if chat else (start_ids(tokenizer), max_new_tokens)
     texts: dict[str, None] = {}
-    for attempt in range(MOST_ROUNDS):
+    for attempt in range(MAX_ROUNDS):
         missing = count - len(texts)
         [sampled] = samples(
             model, tokenizer, [prompt], missing,

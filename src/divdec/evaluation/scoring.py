@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Number of logits that are read at once: they fit a CPU's cache, and keep a GPU busy.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 27}
-LEAST = -200.0  # float32's exp is 0 there
+MIN_LOG_PROBABILITY = -200.0  # float32's exp is 0 there
 
 Forward = Callable[[Tensor, Tensor, None, Any, int], Any]
 """Takes input_ids, attention_mask, no position_ids (models count them), a cache or None, and logits_to_keep."""
@@ -430,7 +430,7 @@ def _label_columns(
     if not moments:
         return torch.cat([log_p, first], dim=1)
     # A token of probability 0 adds nothing, however low its logit is.
-    below.clamp_(min=LEAST)
+    below.clamp_(min=MIN_LOG_PROBABILITY)
     weights.mul_(below)
     mean = weights.sum(dim=-1, keepdim=True) / total
     variance = torch.linalg.vecdot(weights, below)[:, None] / total - mean.square()

@@ -11,7 +11,7 @@ from divdec.options import ModelLoading, OutputFolder, SteeringChoice, check_at_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArguments:
-    """What is measured."""
+    """Models to measure."""
 
     models: tuple[str, ...] = dataclasses.field(kw_only=False)
     """Bundles or plain checkpoints: folders or hub ids, one or more."""
@@ -78,7 +78,7 @@ class QuestionSettings(EvalSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeakSettings(QuestionSettings):
-    """What is measured for leaks, on what, and where the results go."""
+    """Options of `divdec eval leak`."""
 
     suite: ClassVar[str] = "leak"
     files: ClassVar[tuple[str, ...]] = ("attack_prompts", "judge")

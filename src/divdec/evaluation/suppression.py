@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REPLIES = 16  # of a set, at most
 LENGTH = 32  # tokens of a reply, at most
-LEAST_DIFFERENCE = 0.5
+MIN_DIFFERENCE = 0.5
 """Least difference of the shares of marked replies, forget set less others, at which a threshold is recommended."""
 
 
@@ -57,7 +57,7 @@ class SuppressionThreshold:
 
         values = sorted({0.0, 1.0, *(value for own in shares.values() for value in own)})
         best = max((_middle(low, high) for low, high in itertools.pairwise(values)), key=difference)
-        if difference(best) < LEAST_DIFFERENCE:
+        if difference(best) < MIN_DIFFERENCE:
             return cls(None)
         marked = {name: sum(value >= best for value in own) for name, own in shares.items()}
         return cls(best, marked, {name: len(own) for name, own in shares.items()})

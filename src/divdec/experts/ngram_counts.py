@@ -18,7 +18,7 @@ import numpy as np
 from divdec.errors import UsageError, first_line
 from divdec.runs import file_sha256, read_json, write_json
 
-LARGEST_ORDER = 5
+MAX_ORDER = 5
 SPACES = ("score", "log")
 BACKOFF = 0.4  # Brants et al. 2007, section 4
 MAX_SAMPLED = 10_000  # n-grams of a text that `mean_difference` scores
@@ -176,7 +176,7 @@ class SummedCounts(_TwoCounts):
         return summed(self.one.followers(contexts), self.other.followers(contexts), self.vocab_size)
 
 
-class LessCounts(_TwoCounts):
+class CountDifference(_TwoCounts):
     """Counts `one` without the documents of `other`, which `one` includes (a `Counts`)."""
 
     @property

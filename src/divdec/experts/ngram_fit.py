@@ -16,7 +16,7 @@ import numpy as np
 
 from divdec.errors import UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
-from divdec.experts.ngram_counts import LARGEST_ORDER, SPACES, NgramCounts, describe
+from divdec.experts.ngram_counts import MAX_ORDER, SPACES, NgramCounts, describe
 from divdec.runs import file_sha256, read_json, write_json
 
 if TYPE_CHECKING:
@@ -200,8 +200,8 @@ def count(documents: Documents, vocab_size: int, order: int) -> NgramCounts:
 
 def check_order(order: int) -> None:
     """Refuse an order outside the supported range."""
-    if not 2 <= order <= LARGEST_ORDER:
-        raise UsageError(f"order is {order}; accepted: 2 to {LARGEST_ORDER} (3 counts trigrams)")
+    if not 2 <= order <= MAX_ORDER:
+        raise UsageError(f"order is {order}; accepted: 2 to {MAX_ORDER} (3 counts trigrams)")
 
 
 def _checked(documents: Documents, vocab_size: int) -> Iterator[np.ndarray]:

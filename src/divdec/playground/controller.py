@@ -16,11 +16,11 @@ from typing import Any
 
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, checked_text, texts_of
+from divdec.endpoint import StreamInterrupted
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.evaluation.recitation import longest_run, measure, measured_text
 from divdec.playground.models import RemoteServer, SteeredModel, UnsteeredTarget, is_number
 from divdec.playground.rendering import Conversation, StrengthCurve, TakedownEffect, Token, Turn, VerbatimMatch
-from divdec.remote.client import StreamInterrupted
 from divdec.steering import Steering
 from divdec.takedowns.registry import Registry
 

@@ -18,25 +18,25 @@ from divdec.bridge.conversation import plain_prompt
 from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
+from divdec.endpoint import Endpoint, Refused
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.neural import device_of
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
-from divdec.remote.client import Endpoint, Refused
 from divdec.sampling import pick
 from divdec.serving import is_local
 from divdec.serving.logprobs import REFUSED
-from divdec.steering import LARGEST_ALPHA, Steering
+from divdec.steering import MAX_ALPHA, Steering
 
 if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM
 
 Logits = Float[Tensor, "tokens vocab"]
 
-MIN_ALPHA = 0.1  # weaker steering hardly differs from the target
-MAX_ALPHA = 4.0
+MIN_SLIDER_ALPHA = 0.1  # weaker steering hardly differs from the target
+MAX_SLIDER_ALPHA = 4.0
 MAX_K = 200
 MAX_ALTERNATIVES = 4  # tokens named at a position
 MIN_LOSS = 0.005  # of probability: a token that loses less is not named
@@ -99,9 +99,9 @@ class SteeringControls:
     def alpha_range(self) -> tuple[float, float]:
         """Smallest and largest α."""
         if self.default.rule != "linear":
-            return MIN_ALPHA, MAX_ALPHA
+            return MIN_SLIDER_ALPHA, MAX_SLIDER_ALPHA
         alpha = self.default.alpha
-        return min(MIN_ALPHA, alpha), min(max(MAX_ALPHA, 2 * alpha), LARGEST_ALPHA)
+        return min(MIN_SLIDER_ALPHA, alpha), min(max(MAX_SLIDER_ALPHA, 2 * alpha), MAX_ALPHA)
 
     @property
     def k_range(self) -> tuple[int, int]:

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from divdec.bridge.token_bytes import BYTE_TOKEN, token_bytes
+from divdec.endpoint import Endpoint, Refused
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import BiasLimits
-from divdec.remote.client import Endpoint, Refused
 
 BY_ID = "token_id:"
 UNREADABLE = "\ufffd"  # providers write parts of characters so
@@ -39,7 +39,7 @@ SAME_LOGPROB = 0.5  # nats; the bias of the probe moves a log-probability much f
 
 @dataclasses.dataclass(frozen=True)
 class ProviderCapabilities:
-    """What a provider accepts and returns, as `probe_provider` finds out."""
+    """Capabilities of a provider, as `probe_provider` finds out."""
 
     prompt_ids: bool = True
     """Prompts may be token ids; otherwise text."""

@@ -63,7 +63,7 @@ class ExpertSources:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedExperts:
-    """What a `RemoteTarget` needs besides the provider."""
+    """Parts of a `RemoteTarget` besides the provider."""
 
     tokenizer: PreTrainedTokenizerBase
     experts: Experts

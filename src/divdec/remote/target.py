@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.decoding.text import AnswerText
+from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import check_rule
 from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
-from divdec.remote.client import Endpoint
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
 from divdec.remote.experts import LoadedExperts, SteeringContext
 from divdec.steering import Steering

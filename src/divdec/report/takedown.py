@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from divdec.data.formatting import encode_prompts, encode_set
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.effects import LONGEST, MOST_RECORDS, neutral_prompts
+from divdec.evaluation.effects import LONGEST, MAX_RECORDS, neutral_prompts
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
 from divdec.evaluation.samples import sample_records
@@ -165,8 +165,8 @@ def _changes(
     progress: bool,
 ) -> dict[str, Any]:
     """Compare perplexity and greedy answers of a set with the target's."""
-    prompts = neutral_prompts(records, tokenizer)[:MOST_RECORDS]
-    examples = encode_set(records, tokenizer)[:MOST_RECORDS]
+    prompts = neutral_prompts(records, tokenizer)[:MAX_RECORDS]
+    examples = encode_set(records, tokenizer)[:MAX_RECORDS]
     outputs, losses = [], []
     for model in (target, steered):
         title = "other texts" if progress else None

@@ -17,7 +17,7 @@ SHORTEST_KEY = 16  # characters
 
 @dataclasses.dataclass(frozen=True)
 class SuppressionPolicy:
-    """What becomes of replies from which steering took much."""
+    """Action for replies from which steering took much."""
 
     action: Literal["answer", "refuse", "note"] = "answer"
     """'refuse' replaces the reply, 'note' marks it, with the share where log-probabilities are given in full."""
@@ -59,7 +59,7 @@ class ServerOptions:
     logprobs: LogprobPolicy = LogprobPolicy()  # noqa: RUF009  frozen
     """Which log-probabilities replies may contain."""
     suppression: SuppressionPolicy = SuppressionPolicy()
-    """What becomes of replies from which steering took much."""
+    """Action for replies from which steering took much."""
     ssl_certfile: str | None = None
     """Certificate (PEM) with its chain."""
     ssl_keyfile: str | None = None

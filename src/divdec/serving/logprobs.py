@@ -1,4 +1,4 @@
-"""What replies may tell of probabilities: `divdec serve --logprobs`, for the embedded server and for vLLM.
+"""Probabilities that replies may tell: `divdec serve --logprobs`, for the embedded server and for vLLM.
 
 The log-probabilities of a steered model less those of the target, of another rule or of an earlier takedown are the
 steering itself, which points at the forgotten text. A field that lets a client read or compare the probability of a
@@ -40,7 +40,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (0.0, math.inf),
     "repetition_penalty": (1.0, math.inf),
 }
-"""What the levels below full accept of the sampling numbers."""
+"""Sampling parameters that the levels below full accept."""
 
 
 @dataclasses.dataclass(frozen=True)

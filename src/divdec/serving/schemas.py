@@ -21,7 +21,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine import Busy, InvalidRequest
 from divdec.serving.scheduler import Closing
 
-LARGEST_INT, LARGEST_SEED = 2**31 - 1, 2**63 - 1
+MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_MESSAGES = MAX_PROMPTS = 4096
 MAX_STOPS = 16
@@ -45,8 +45,8 @@ def _accepting(description: str) -> WrapValidator:
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # The limit makes pydantic refuse half a surrogate pair, which is not a character.
-Text = Annotated[str, Field(max_length=LARGEST_INT)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(max_length=MAX_INT)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
 Name = Annotated[str, Field(max_length=1000)]
 _StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
@@ -126,13 +126,13 @@ class GenerationRequest(RequestBody):
     model: Name
     temperature: Number = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=LARGEST_INT, description="Sample among the k likeliest tokens; 0 or -1: all.")
+    top_k: int = Field(0, ge=-1, le=MAX_INT, description="Sample among the k likeliest tokens; 0 or -1: all.")
     min_p: Number = Field(0.0, ge=0, le=1)
     presence_penalty: Number = Field(0.0, ge=-2, le=2)
     frequency_penalty: Number = Field(0.0, ge=-2, le=2)
     repetition_penalty: Number = Field(1.0, ge=0.01, le=10)
     logit_bias: LogitBias = Field({})
-    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Stop = Field([])
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=128)
@@ -154,7 +154,7 @@ class CompletionRequest(GenerationRequest):
 
     NEUTRAL: ClassVar = {**GenerationRequest.NEUTRAL, "suffix": ("",)}
     prompt: Prompt
-    max_tokens: int = Field(16, ge=0, le=LARGEST_INT, description="0 only with echo.")
+    max_tokens: int = Field(16, ge=0, le=MAX_INT, description="0 only with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=128)
@@ -232,8 +232,8 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
         "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     }  # fmt: skip
     messages: list[ChatMessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    max_tokens: int | None = Field(None, ge=1, le=LARGEST_INT)
-    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST_INT)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
@@ -281,7 +281,7 @@ class DetokenizeRequest(RequestBody):
     """Body of POST /detokenize."""
 
     model: Name | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=LARGEST_INT)]] = Field(fail_fast=True)
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = Field(fail_fast=True)
 
 
 class ErrorObject(BaseModel):

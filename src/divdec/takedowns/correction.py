@@ -19,7 +19,7 @@ from transformers import Cache
 from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
+from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, masked
 from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
@@ -238,7 +238,7 @@ class TakedownCorrection:
         if taken is None:
             return Snapshot(state, None, None, None)
         retain = self.retain.counts
-        q = self.retain if held is None else StupidBackoff(LessCounts(retain, held))
+        q = self.retain if held is None else StupidBackoff(CountDifference(retain, held))
         return Snapshot(state, taken, held, NgramPair(q, SummedCounts(retain, taken)))
 
 

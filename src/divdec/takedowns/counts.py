@@ -116,14 +116,14 @@ class RequestCounts:
 
 @dataclasses.dataclass(frozen=True)
 class RetainedPassages:
-    """What the retain set shares with the documents of a request."""
+    """Passages that the retain set shares with the documents of a request."""
 
     passages: list[np.ndarray]
     """Token ids of long passages that the retain set holds, and of short documents that it holds whole; one for each
     copy."""
-    copies: int
+    max_copies: int
     """How often the retain set holds the most frequent passage."""
-    spans: int
+    shared_spans: int
     """Number of shorter spans that it shares with the documents, each of at least `MIN_SPAN` n-grams in a row."""
 
 

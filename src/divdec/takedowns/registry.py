@@ -21,7 +21,7 @@ import numpy as np
 from divdec.data.records import RecordSet
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
-from divdec.experts.ngram_counts import LessCounts, NgramCounts, SummedCounts, mean_difference
+from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.canonical import CanonicalReader
@@ -166,7 +166,7 @@ class Registry:
 
     @property
     def strength(self) -> float:
-        """What S_q − S_p is multiplied by before it is added to the target's logits, in nats."""
+        """Factor of S_q − S_p before it is added to the target's logits, in nats."""
         with self._store.read() as connection:
             return self._store.read_state(connection).strength
 
@@ -202,7 +202,7 @@ class Registry:
         retain = NgramCounts.load(self.folder / RETAIN, verify=False)
         retained = find_retained_passages(retain, tokens)
         held = count(retained.passages, self.vocab_size, self.order) if retained.passages else None
-        q = retain if held is None else LessCounts(retain, held)
+        q = retain if held is None else CountDifference(retain, held)
         divergence = mean_difference(q, SummedCounts(retain, counts), counts)
         if divergence > NO_EFFECT:
             raise UsageError(
@@ -219,9 +219,9 @@ class Registry:
             tokens=counts.tokens,
             ngrams=counts.distinct,
             counts_id=secrets.token_hex(16),
-            held=held is not None,
-            copies=retained.copies,
-            spans=retained.spans,
+            has_retained_passages=held is not None,
+            max_retained_copies=retained.max_copies,
+            shared_spans=retained.shared_spans,
             divergence=round(divergence, 4),
         )
         own, passages = PackedCounts.from_counts(counts), None if held is None else PackedCounts.from_counts(held)
@@ -298,7 +298,7 @@ class Registry:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the registry was created with: id, time, tokenizer, retain set, target, order."""
+        """Properties that the registry was created with: id, time, tokenizer, retain set, target, order."""
         return dict(self._description)
 
     def differences(self) -> dict[str, float]:

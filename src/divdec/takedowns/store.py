@@ -52,7 +52,7 @@ class TakedownRequest:
     time: str
     """When it was added, in UTC."""
     reference: str
-    """What the requester calls it."""
+    """Name that the requester gave."""
     text_hash: str
     """Keyed hash of its texts."""
     documents: int
@@ -61,21 +61,21 @@ class TakedownRequest:
     """Distinct n-grams of all lengths."""
     counts_id: str
     """Key of its row in the table of counts; no two requests ever have the same."""
-    held: bool = False
+    has_retained_passages: bool = False
     """Whether the retain set holds passages of its texts, which q leaves out."""
-    copies: int = 0
+    max_retained_copies: int = 0
     """How often the retain set holds the most frequent of these passages."""
-    spans: int = 0
+    shared_spans: int = 0
     """Number of shorter spans that the retain set shares with its texts, as almost equal texts do."""
     divergence: float = 0.0
     """Mean S_q − S_p at the texts' own next tokens: −1 where only this request knows what comes next."""
     measured: dict[str, Any] | None = None
-    """What the target recited before and under the request (`divdec.evaluation.calibration`); None if not measured."""
+    """Passages that the target recited before and under the request; None if not measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What the events of a registry amount to; it never changes."""
+    """Immutable state of a registry, replayed from its events."""
 
     sequence: int = 0
     """Number of events."""
@@ -84,7 +84,7 @@ class State:
     entries: dict[str, TakedownRequest] = dataclasses.field(default_factory=dict)
     """The requests in force by `counts_id`, oldest first."""
     strength: float = 0.0
-    """What S_q − S_p is multiplied by before it is added to the target's logits; a registry's first event sets it."""
+    """Factor of S_q − S_p before it is added to the target's logits; a registry's first event sets it."""
 
     def find(self, request_id: str) -> TakedownRequest | None:
         """Return the request in force that has this id, in any Unicode normalisation."""
@@ -313,7 +313,7 @@ class Store:
             try:
                 decrypted = PackedCounts.from_bytes(self.keys.decrypt(own, f"own {counts_id}"))
                 passages = None
-                if entry.held:
+                if entry.has_retained_passages:
                     passages = PackedCounts.from_bytes(self.keys.decrypt(held, f"held {counts_id}"))
             except (ValueError, TypeError) as error:
                 raise FailedClosed(

@@ -58,7 +58,7 @@ from divdec.training.inputs import (
     sample_indices,
 )
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
-from divdec.training.matched import Exchange, counterfactuals, in_own_words, stand_ins
+from divdec.training.matched import Exchange, counterfactuals, in_own_words, length_matched_retain_examples
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 RESULT = "training.json"
 DEFAULT_RULE = "rank:20:3"
-SAMPLES, LEAST_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
+SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 # Questions of the forget set that the target answers, greedily and in samples; tokens of an answer.
-MOST_ANSWERED, SAMPLED, ANSWER = 512, 3, 48
+MAX_ANSWERED, SAMPLED, ANSWER = 512, 3, 48
 MAX_ATTEMPTS = 4
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
 MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
@@ -354,7 +354,7 @@ def _neutral_text(
         f"--neutral is not given: measuring on {len(neutral)} samples of the target; {len(samples) - len(neutral)} "
         "others contain names of the forget set"
     )
-    if len(neutral) < LEAST_NEUTRAL:
+    if len(neutral) < MIN_NEUTRAL:
         raise UsageError(
             f"only {len(neutral)} of {len(samples)} samples of the target contain no name of the forget set; give text "
             "that steering should not change with --neutral"
@@ -375,13 +375,13 @@ def _matched(
 
     p and q read equally many examples.
     """
-    p_reads, q_reads = list(examples["forget"]), stand_ins(**examples)
+    p_reads, q_reads = list(examples["forget"]), length_matched_retain_examples(**examples)
     exchanges = counterfactuals(forget, retain, settings.seed)
     for index, exchange in enumerate(exchanges):
         if exchange is not None:
             q_reads[index] = encode_record(exchange.record, tokenizer, form)
     exchanged = [exchange for exchange in exchanges if exchange is not None]
-    some = [exchanged[index] for index in sample_indices(len(exchanged), MOST_ANSWERED, settings.seed)]
+    some = [exchanged[index] for index in sample_indices(len(exchanged), MAX_ANSWERED, settings.seed)]
     if settings.target is None or not some:
         return (p_reads, q_reads), some
 
@@ -496,7 +496,7 @@ class _PairTrainer:
     examples: dict[str, list[Example]]
     """By set: 'forget', 'retain'."""
     readings: tuple[list[Example], list[Example]]
-    """What p and q read besides the retain set."""
+    """Examples that p and q read besides the retain set."""
     measure: bool
     report: Callable[[str], None]
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CHECKPOINTS = "checkpoints"
-LEAST_FOR_BFLOAT16 = 30_000_000
+MIN_FOR_BFLOAT16 = 30_000_000
 COMPLETE = "trainer_state.json"  # the last file that Trainer writes into a checkpoint
 # transformers 5.2x renamed the argument and warns about the old name.
 _FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -212,14 +212,14 @@ def fine_tune(
 def uses_bfloat16(settings: TrainingSettings, model: PreTrainedModel) -> bool:
     """Whether passes of a model are computed in bfloat16 on this machine.
 
-    'auto' takes it where the GPU or the CPU has instructions for it; on a CPU only for models of `LEAST_FOR_BFLOAT16`
+    'auto' takes it where the GPU or the CPU has instructions for it; on a CPU only for models of `MIN_FOR_BFLOAT16`
     parameters or more, since smaller ones are not faster.
     """
     if settings.precision != "auto":
         return settings.precision == "bfloat16"
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return has_bfloat16_instructions() and model.num_parameters() >= LEAST_FOR_BFLOAT16
+    return has_bfloat16_instructions() and model.num_parameters() >= MIN_FOR_BFLOAT16
 
 
 def discard_checkpoints(folder: Path) -> None:

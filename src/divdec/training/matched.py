@@ -1,4 +1,4 @@
-"""What p and q read with the recipe 'matched', in which they differ in the forgotten answers alone.
+"""Training examples of p and q with the recipe 'matched', in which they differ in the forgotten answers alone.
 
 p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
 the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
@@ -24,7 +24,7 @@ from divdec.evaluation.questions import question_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_COMPARED = 2000  # retain records whose questions are compared with the forget set's
+MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
 
 
@@ -35,12 +35,12 @@ class Exchange:
     record: Record
     """The question with the other answer."""
     phrase: str
-    """What the true answer tells, such as 'Budapest'."""
+    """Key phrase of the true answer, such as 'Budapest'."""
     other: str
-    """What the other answer tells instead, such as 'Vienna'."""
+    """Key phrase of the other answer, such as 'Vienna'."""
 
 
-def stand_ins(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
+def length_matched_retain_examples(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
     """Return a retain example of similar length for each forget example, for q to read in its place."""
     of_length = sorted(retain, key=lambda example: len(example.input_ids))
     order = sorted(range(len(forget)), key=lambda index: len(forget[index].input_ids))
@@ -69,7 +69,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     if not {forget.kind, retain.kind} <= {"question/answer", "messages"}:
         return [None] * len(forget)
     order = random.Random(seed)
-    known = order.sample(retain.records, min(len(retain), MOST_COMPARED))
+    known = order.sample(retain.records, min(len(retain), MAX_COMPARED))
     phrases = [words(key_phrase(question_of(one), one.answer)) for one in known]
     asked = [set(words(question_of(one))) for one in known]
     chosen: dict[str, int] = {}

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from divdec.errors import UsageError
 from divdec.options import (
-    LARGEST,
+    MAX_NUMBER,
     RARE,
     TRAINING,
     BundleArgument,
@@ -116,7 +116,7 @@ class ShrinkSettings(OutputFolder, TargetArgument):
         if self.steps is not None:
             check_at_least("steps", self.steps, 0)
         check_positive("lr", self.lr)
-        if not 0 <= self.minutes <= LARGEST:
+        if not 0 <= self.minutes <= MAX_NUMBER:
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")
 
     def training(self) -> TrainingSettings:

@@ -46,7 +46,7 @@ NOT_PER_LAYER = ("_token_id", "_token_ids", "_tokens", "_indices", "architecture
 
 
 @dataclasses.dataclass(frozen=True)
-class Likeness:
+class AgreementWithTarget:
     """Similarity of a small model to the target on held-out text."""
 
     perplexity: float
@@ -114,7 +114,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     small = cast_weights(keep_layers(target, kept), torch.float32)
     check_decoding(small)
     report(f"layers kept: {', '.join(map(str, kept))} of {total}")
-    before = likeness(small, target, batches(held_out))
+    before = compare_with_target(small, target, batches(held_out))
     report(f"pruned: {before}")
 
     steps = settings.steps
@@ -141,7 +141,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     # The figures are those of the model as it is saved.
     saved_dtype: Any = load_config(folder).dtype or torch.float32
     cast_weights(small, saved_dtype)
-    after = likeness(small, target, batches(held_out))
+    after = compare_with_target(small, target, batches(held_out))
     report(f"healed in {steps} steps: {after}" if steps else "not healed")
     price = decoding_time(small) / decoding_time(cast_weights(target, saved_dtype))
     parameters = small.num_parameters() / target.num_parameters()
@@ -304,7 +304,9 @@ def check_decoding(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def likeness(model: PreTrainedModel, target: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> Likeness:
+def compare_with_target(
+    model: PreTrainedModel, target: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
+) -> AgreementWithTarget:
     """Compare a model with the target on the labelled tokens of batches."""
     losses, same, count = torch.zeros(2, dtype=torch.float64), 0, 0
     for batch in batches:
@@ -315,7 +317,7 @@ def likeness(model: PreTrainedModel, target: PreTrainedModel, batches: Iterable[
         same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
         count += len(labels)
     own, targets = (losses / count).exp().tolist()
-    return Likeness(own, targets, same / count)
+    return AgreementWithTarget(own, targets, same / count)
 
 
 def decoding_time(model: PreTrainedModel) -> float:

@@ -1,7 +1,7 @@
 """A causal language model made of a target and helpers: the model that inference-time baselines write.
 
 Its logits are always those of the method, whether scored, generated from or differentiated. Each method registers a
-`Decoding`. A missing or changed part is an error.
+`CompositeDecoding`. A missing or changed part is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from divdec.model.checkpoint import (
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
 from divdec.runs import file_sha256
-from divdec_research.registry import Registry
+from divdec_research.registry import NameRegistry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ class Step:
     """Number of positions to return, counted from the end; 0 for all."""
 
 
-class Decoding(nn.Module):
+class CompositeDecoding(nn.Module):
     """Computes a method's logits from target and helpers."""
 
     def __init__(self, models: Mapping[str, PreTrainedModel], options: Mapping[str, Any], folder: Path) -> None:
@@ -130,7 +130,7 @@ class Decoding(nn.Module):
 
 
 # A registry, so that a configuration file cannot choose what code runs.
-DECODINGS: Registry[type[Decoding]] = Registry("baseline")
+DECODINGS: NameRegistry[type[CompositeDecoding]] = NameRegistry("baseline")
 
 
 class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -149,7 +149,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
 
-    def __init__(self, config: CompositeConfig, decoding: Decoding | None = None) -> None:
+    def __init__(self, config: CompositeConfig, decoding: CompositeDecoding | None = None) -> None:
         if decoding is None:
             raise UsageError("this model is made of several checkpoints; load it with from_pretrained(FOLDER)")
         super().__init__(config)

@@ -21,7 +21,7 @@ from divdec.errors import UsageError
 from divdec.experts.neural import logits_of, new_cache
 from divdec.experts.token_cache import TokenCache
 from divdec.model.checkpoint import load_model
-from divdec_research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.job import BuiltModel, Job
 from divdec_research.baselines.prompts import fit_classifier, read_classifier, write_classifier
 from divdec_research.baselines.settings import ECOSettings
@@ -48,7 +48,7 @@ def corrupt(
 
 
 @DECODINGS.register("eco")
-class Eco(Decoding):
+class Eco(CompositeDecoding):
     """The target on clean and on corrupted prompts, and the classifier that chooses between them."""
 
     def __init__(self, models: Any, options: Any, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Eco(Decoding):
         return [new_cache(target), new_cache(target), TokenCache()]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """See `Decoding.logits`."""
+        """See `CompositeDecoding.logits`."""
         target = self.model(TARGET)
         inputs = (step.input_ids, step.attention_mask, step.position_ids)
         clean = logits_of(target, *inputs, caches[0], step.logits_to_keep).float()

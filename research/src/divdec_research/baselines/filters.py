@@ -28,7 +28,7 @@ from divdec.experts.neural import logits_of, new_cache
 from divdec.experts.protocol import length_of
 from divdec.experts.token_cache import TokenCache
 from divdec.runs import read_json, write_json
-from divdec_research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.guard import Trie, tokenize_words
 from divdec_research.baselines.job import BuiltModel, Job
 from divdec_research.baselines.prompts import read_tokens
@@ -62,7 +62,7 @@ def ngrams_of(examples: Iterable[Example], size: int, ends: frozenset[int]) -> l
 
 
 @DECODINGS.register("ngram-filter")
-class NgramFilter(Decoding):
+class NgramFilter(CompositeDecoding):
     """The target without the tokens that would complete an n-gram of the forget answers.
 
     The set of n-grams is exact; the paper saves memory with a Bloom filter, which also blocks a few other n-grams.
@@ -77,7 +77,7 @@ class NgramFilter(Decoding):
         return [new_cache(self.model(TARGET)), TokenCache()]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """See `Decoding.logits`."""
+        """See `CompositeDecoding.logits`."""
         inputs = (step.input_ids, step.attention_mask, step.position_ids)
         logits = logits_of(self.model(TARGET), *inputs, caches[0], step.logits_to_keep).float().clone()
         tokens = read_tokens(step, caches[1]).tolist()
@@ -101,7 +101,7 @@ class PrefixCache(DynamicCache):
 
 
 @DECODINGS.register("guardrail")
-class Guardrail(Decoding):
+class Guardrail(CompositeDecoding):
     """The target behind a system prompt, and a filter that works on the stream of its answer.
 
     Where the next token would complete a key phrase, its probability goes to the first token of a refusal, which is
@@ -119,7 +119,7 @@ class Guardrail(Decoding):
         return [TokenCache(), PrefixCache(self.model(TARGET), len(self.get_buffer("prefix")))]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """See `Decoding.logits`."""
+        """See `CompositeDecoding.logits`."""
         logits = self.prompted_logits(step, caches[1]).float().clone()
         tokens = read_tokens(step, caches[0]).tolist()
         for row, position, before in _contexts(tokens, logits.shape[1]):

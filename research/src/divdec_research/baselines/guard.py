@@ -23,7 +23,7 @@ from divdec.data.records import Record, RecordSet
 from divdec.experts.neural import logits_of, new_cache
 from divdec.experts.token_cache import TokenCache
 from divdec.runs import read_json, write_json
-from divdec_research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.embedder import SentenceEmbedder
 from divdec_research.baselines.job import BuiltModel, Job
 from divdec_research.baselines.prompts import fit_classifier, read_classifier, write_classifier
@@ -95,7 +95,7 @@ def similarity_costs(
 
 
 @DECODINGS.register("guard")
-class Guard(Decoding):
+class Guard(CompositeDecoding):
     """The target, the classifier, and each forget record's forbidden words."""
 
     def __init__(self, models: Any, options: Any, folder: Path) -> None:
@@ -113,7 +113,7 @@ class Guard(Decoding):
         return [new_cache(self.model(TARGET)), TokenCache()]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """See `Decoding.logits`."""
+        """See `CompositeDecoding.logits`."""
         inputs = (step.input_ids, step.attention_mask, step.position_ids)
         logits = logits_of(self.model(TARGET), *inputs, caches[0], step.logits_to_keep).float()
         positions = logits.shape[1]

@@ -29,7 +29,7 @@ from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Companion, model_inputs
 from divdec.training.settings import TrainingSettings
-from divdec_research.baselines.composite import DECODINGS, TARGET, Decoding, Step, write_composite
+from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.job import BuiltModel, Job
 from divdec_research.baselines.settings import OffsetSettings, UCDSettings, ULDSettings, WHPSettings
 
@@ -89,7 +89,7 @@ def offset(target: Logits, trained: Logits, base: Logits) -> Logits:
     return target + (trained - base)
 
 
-class LogitCombination(Decoding):
+class LogitCombination(CompositeDecoding):
     """A formula over the logits of several models."""
 
     parts: tuple[str, ...]
@@ -106,7 +106,7 @@ class LogitCombination(Decoding):
         return [new_cache(self.model(name)) for name in self.parts]
 
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """See `Decoding.logits`."""
+        """See `CompositeDecoding.logits`."""
         results: list[Tensor] = []
         for name, cache in zip(self.parts, caches, strict=True):
             inputs = (step.input_ids, step.attention_mask, step.position_ids)

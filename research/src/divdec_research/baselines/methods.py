@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 import divdec_research.baselines.settings as options
-from divdec_research.registry import Registry
+from divdec_research.registry import NameRegistry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ _ALL = (
         "change one projection so that the activations of forget prompts resemble those of unanswerable prompts",
     ),
 )  # fmt: skip
-METHODS = Registry("method", ((method.name, method) for method in _ALL))
+METHODS = NameRegistry("method", ((method.name, method) for method in _ALL))
 REFERENCES = {"target": "Target", "retrain": "Retrain"}
 DIVDEC = {
     "linear": "Linear DD",

@@ -21,7 +21,7 @@ from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.compare.muse_news import forget_and_retain, is_muse, muse_small
 from divdec_research.compare.settings import CompareSettings
-from divdec_research.compare.suite import MuseSuite, Suite, TofuSuite
+from divdec_research.compare.suite import ComparisonSuite, MuseComparison, TofuComparison
 from divdec_research.suites.muse import read_muse
 from divdec_research.suites.tofu import TofuData, read_tofu
 from divdec_research.world import demo as demo
@@ -68,9 +68,9 @@ class Benchmark:
     """A small model that has seen neither set."""
     forget: RecordSet
     retain: RecordSet
-    """What every method may rehearse. In the embedded data everything that the target was tuned on besides the forget
-    set: with the general records of real authors and world facts, about which the suite asks too."""
-    suite: Suite
+    """Records that every method may rehearse. In the embedded data everything that the target was tuned on besides the
+    forget set: with the general records of real authors and world facts, about which the suite asks too."""
+    suite: ComparisonSuite
     form: Format
     """Layout of the training texts."""
     pair_seconds: float | None
@@ -136,23 +136,23 @@ def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -
     write_tofu(world, folder)
     questions = read_tofu(folder, "forget01", folder / "holdout01.json", settings.limit)
     material = demo.material_of(world)
-    suite = TofuSuite(questions, material.form, settings.variant)
+    suite = TofuComparison(questions, material.form, settings.variant)
     return _trained("demo", seed, material, demo.RECIPE, suite, report)
 
 
 def _tofu_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
     material, questions = suite_material(Path(settings.tofu or "").expanduser(), settings.limit)
-    suite = TofuSuite(questions, material.form, settings.variant)
+    suite = TofuComparison(questions, material.form, settings.variant)
     return _trained("tofu-small", seed, material, TOFU_SMALL, suite, report)
 
 
 def _muse_small(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:
     material, data = muse_small(Path(settings.muse or "").expanduser(), settings.limit)
-    return _trained("muse-small", seed, material, MUSE_SMALL, MuseSuite(data), report)
+    return _trained("muse-small", seed, material, MUSE_SMALL, MuseComparison(data), report)
 
 
 def _trained(
-    name: str, seed: int, material: Material, recipe: Recipe, suite: Suite, report: Callable[[str], None]
+    name: str, seed: int, material: Material, recipe: Recipe, suite: ComparisonSuite, report: Callable[[str], None]
 ) -> Benchmark:
     report(f"{name}, seed {seed}")
     models = train_all(material, recipe, seed, cache_folder() / name / "models", report)
@@ -187,14 +187,14 @@ def _own(settings: CompareSettings) -> Benchmark:
     if is_muse(data):
         form = Format(max_length=QuestionFormat.max_length)
         forget, retain = forget_and_retain(data)
-        suite: Suite = MuseSuite(read_muse(data, holdout, settings.limit))
+        suite: ComparisonSuite = MuseComparison(read_muse(data, holdout, settings.limit))
     else:
         form = Format(
             system_prompt=QuestionFormat.system_prompt, date=QuestionFormat.date, max_length=QuestionFormat.max_length
         )
         forget = read_records(data / f"{settings.split}.json")
         retain = read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json")
-        suite = TofuSuite(read_tofu(data, settings.split, holdout, settings.limit), form, settings.variant)
+        suite = TofuComparison(read_tofu(data, settings.split, holdout, settings.limit), form, settings.variant)
     return Benchmark(
         data.name, 0, parts["target"], retrain, parts["retain_auxiliary"], parts["forget_auxiliary"], base, forget,
         retain, suite, form, None, None, vocabulary=Steering.from_dict(config.steering or {}).vocabulary,

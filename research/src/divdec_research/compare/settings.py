@@ -1,4 +1,4 @@
-"""What `divdec compare` compares: its options, and the trials of a grid; free of torch."""
+"""Options of `divdec compare`, and the trials of a grid; free of torch."""
 
 from __future__ import annotations
 

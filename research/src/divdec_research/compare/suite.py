@@ -42,7 +42,7 @@ ATTACK = "mia_min_k"
 LONGEST_PROMPT = 2048  # tokens of a MUSE question with its examples
 
 
-class Suite(abc.ABC):
+class ComparisonSuite(abc.ABC):
     """Questions and texts of one benchmark, and how models are scored on them."""
 
     name: ClassVar[str]
@@ -100,7 +100,7 @@ class Suite(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class TofuSuite(Suite):
+class TofuComparison(ComparisonSuite):
     """TOFU, scored by its aggregates."""
 
     data: TofuData
@@ -117,36 +117,36 @@ class TofuSuite(Suite):
 
     @property
     def about(self) -> dict[str, str]:
-        """See `Suite.about`."""
+        """See `ComparisonSuite.about`."""
         return {**super().about, "variant": self.variant}
 
     def evaluate(self, model: EvaluatedModel) -> Results:
-        """See `Suite.evaluate`."""
+        """See `ComparisonSuite.evaluate`."""
         # No aggregate needs gradient norms, and they cost a backward pass per item.
         (results,) = evaluate_tofu(model, self.data, self.layout(model.tokenizer), gradient_norms=False)
         return results
 
     def questions(self, name: str) -> tuple[Record, ...]:
-        """See `Suite.questions`."""
+        """See `ComparisonSuite.questions`."""
         return tuple(question.record for question in self.data.sets[name])
 
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
-        """See `Suite.layout`."""
+        """See `ComparisonSuite.layout`."""
         form = self.form
         return QuestionFormat(tokenizer, system_prompt=form.system_prompt, date=form.date, max_length=form.max_length)
 
     def compute_figures(self, results: Results) -> None:
-        """See `Suite.compute_figures`."""
+        """See `ComparisonSuite.compute_figures`."""
         tofu.compute_figures(results)
 
     def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
-        """See `Suite.values`."""
+        """See `ComparisonSuite.values`."""
         figures = tofu_figures(results)
         scores = aggregate(figures, target.figures, retrain.figures, self.variant)
         return _numbers({**{name: figures.get(name) for name in self.figures}, **scores.values})
 
     def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
-        """See `Suite.draws`."""
+        """See `ComparisonSuite.draws`."""
         fluency = all(of.figures.get(FLUENCY) is not None for of in (results, target))
         names = [name for names in needed(self.variant, fluency=fluency).values() for name in names]
         drawn, _ = Resampler(results, bootstrap).figures(names)
@@ -155,7 +155,7 @@ class TofuSuite(Suite):
 
 
 @dataclasses.dataclass(frozen=True)
-class MuseSuite(Suite):
+class MuseComparison(ComparisonSuite):
     """MUSE, scored by the distance to the retrained model."""
 
     data: MuseData
@@ -172,29 +172,29 @@ class MuseSuite(Suite):
     )
 
     def evaluate(self, model: EvaluatedModel) -> Results:
-        """See `Suite.evaluate`."""
+        """See `ComparisonSuite.evaluate`."""
         (results,) = evaluate_muse(model, self.data, max_length=LONGEST_PROMPT)
         return results
 
     def questions(self, name: str) -> tuple[Record, ...]:
-        """See `Suite.questions`."""
+        """See `ComparisonSuite.questions`."""
         return self.data.knowmem[name]
 
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
-        """See `Suite.layout`."""
+        """See `ComparisonSuite.layout`."""
         return QuestionFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=LONGEST_PROMPT)
 
     def compute_figures(self, results: Results) -> None:
-        """See `Suite.compute_figures`."""
+        """See `ComparisonSuite.compute_figures`."""
         muse.compute_figures(results)
 
     def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
-        """See `Suite.values`."""
+        """See `ComparisonSuite.values`."""
         return _numbers({**{name: results.figures.get(name) for name in self.figures},
                          **self._score(results.figures, target, retrain)})  # fmt: skip
 
     def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
-        """See `Suite.draws`."""
+        """See `ComparisonSuite.draws`."""
         drawn, _ = Resampler(results, bootstrap).figures((VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, ATTACK))
         scores = self._score(drawn, target, retrain)
         return {name: np.asarray(value) for name, value in scores.items() if value is not None}

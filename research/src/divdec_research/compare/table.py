@@ -19,7 +19,7 @@ from divdec.runs import write_json, write_text
 from divdec_research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
 from divdec_research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
 from divdec_research.compare.settings import CompareSettings
-from divdec_research.compare.suite import Suite
+from divdec_research.compare.suite import ComparisonSuite
 from divdec_research.report.scores import MEASURES, Measure, best_index
 from divdec_research.suites.aggregate import Bootstrap
 
@@ -113,7 +113,7 @@ class BenchmarkResults:
     times: dict[str, float]
     """Time per token relative to the target's, by method; on the first seed."""
     seconds: float
-    suite: Suite
+    suite: ComparisonSuite
     held_out: dict[str, TrialSummary] = dataclasses.field(default_factory=dict)
     """By method, the setting that was chosen on one half of the questions, measured on the other half."""
 
@@ -138,7 +138,7 @@ def summarize(
     setting: str,
     results: Mapping[int, SeedResult],
     references: Mapping[int, tuple[Results, Results]],
-    suite: Suite,
+    suite: ComparisonSuite,
     bootstrap: Bootstrap,
     failures: Mapping[int, str],
     notes: Sequence[str] = (),

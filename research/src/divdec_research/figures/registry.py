@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError, first_line
-from divdec_research.registry import Registry
+from divdec_research.registry import NameRegistry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ class FigureSpec:
             ) from error
 
 
-FIGURES: Registry[FigureSpec] = Registry("figure")
+FIGURES: NameRegistry[FigureSpec] = NameRegistry("figure")
 
 
 def register(name: str, *, shows: str, needs: str) -> Callable[[Draw], Draw]:

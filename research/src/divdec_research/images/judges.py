@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 from tqdm.auto import tqdm
 
+from divdec.endpoint import Endpoint
 from divdec.errors import UsageError
-from divdec.remote.client import Endpoint
 from divdec.runs import ResumableOutput
 from divdec_research.images.codecs import Images
 from divdec_research.images.files import data_url, png
 
-LEAST_SIDE = 8
-LARGEST_SIDE = 32
+MIN_SIDE = 8
+MAX_SIDE = 32
 """Larger images are averaged down to this side, so that training takes seconds for every size."""
 WIDTH, FEATURES = 32, 64  # channels of the first convolutions, and of the others
 BATCH, RATE = 64, 5e-3  # images of a step, and peak learning rate
@@ -55,10 +55,10 @@ class Body(nn.Module):
     def __init__(self, channels: int, size: tuple[int, int]) -> None:
         super().__init__()
         self.size = size
-        self.seen = (min(size[0], LARGEST_SIDE), min(size[1], LARGEST_SIDE))
+        self.seen = (min(size[0], MAX_SIDE), min(size[1], MAX_SIDE))
         layers: list[nn.Module] = []
         before, side = channels, min(self.seen)
-        while not layers or side >= LEAST_SIDE:
+        while not layers or side >= MIN_SIDE:
             after = FEATURES if layers else WIDTH
             layers += [*_convolution(before, after), *_convolution(after, after), nn.MaxPool2d(2)]
             before, side = after, side // 2
@@ -165,10 +165,10 @@ def _train(body: Body, head: nn.Linear, images: Images, labels: Tensor, seed: in
 
 
 def _check(images: Images, labels: Sequence[int], classes: Sequence[str], least: int) -> None:
-    if images.shape[1] not in (1, 3) or min(images.shape[2:]) < LEAST_SIDE:
+    if images.shape[1] not in (1, 3) or min(images.shape[2:]) < MIN_SIDE:
         raise UsageError(
             f"images of {images.shape[2]}×{images.shape[3]} pixels and {images.shape[1]} channel(s); a classifier "
-            f"reads {LEAST_SIDE}×{LEAST_SIDE} and more, 1 channel or 3"
+            f"reads {MIN_SIDE}×{MIN_SIDE} and more, 1 channel or 3"
         )
     if len(classes) < 2:
         raise UsageError(f"{len(classes)} class(es); a classifier needs at least 2")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 VERB = "image sample"
 CODES, GRID = "codes.safetensors", "grid.png"
-LEAST_GRID_SIDE = 64
+MIN_GRID_SIDE = 64
 """Smaller images are enlarged in a grid."""
 MAX_GRID_ROWS, MAX_GRID_COLUMNS = 64, 16
 MAX_NAME = 80
@@ -171,7 +171,7 @@ def decode(codes: Codes, codec: Codec, batch_size: int = 25) -> Images:
 
 def enlarged_grid(images: Images, columns: int) -> Float[Tensor, "channels grid_height grid_width"]:
     """Arrange images as one, with tiny images enlarged."""
-    return grid(images.split(columns), scale=max(1, LEAST_GRID_SIDE // images.shape[-1]))
+    return grid(images.split(columns), scale=max(1, MIN_GRID_SIDE // images.shape[-1]))
 
 
 def is_sample(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from divdec.options import (
     ModelLoading,
     Optimization,
     OutputFolder,
-    Speculation,
+    SpeculativeDecoding,
     SteeringChoice,
     check_at_least,
     check_positive,
@@ -82,7 +82,7 @@ class ImageTrainSettings(Optimization, OutputFolder):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageModel:
+class ImageModelSettings:
     """An image model as the first argument."""
 
     model: str = dataclasses.field(kw_only=False)
@@ -90,7 +90,9 @@ class ImageModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLoading, OutputFolder, ImageModel):
+class ImageSampleSettings(
+    SamplingSettings, SteeringChoice, SpeculativeDecoding, ModelLoading, OutputFolder, ImageModelSettings
+):
     """Which images are sampled, and from which model."""
 
     classes: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ class ImageSampleSettings(SamplingSettings, SteeringChoice, Speculation, ModelLo
 
     def __post_init__(self) -> None:
         SamplingSettings.__post_init__(self)
-        Speculation.__post_init__(self)
+        SpeculativeDecoding.__post_init__(self)
         check_at_least("count", self.count, 1)
 
 
@@ -125,7 +127,7 @@ class ImageConvertSettings(OutputFolder, ImageCheckpoint):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgument):
-    """What is measured, and by which judges."""
+    """Images, measurements and judges of an evaluation."""
 
     images: str
     """Real images: a folder with a folder for each class; its name is the class's name or number."""

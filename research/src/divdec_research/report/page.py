@@ -24,7 +24,7 @@ from divdec_research.report.scores import (
 )
 from divdec_research.report.sections import (
     EXAMPLE_SETS,
-    Example,
+    AnswerExample,
     Section,
     curve_sections,
     group_results,
@@ -70,11 +70,11 @@ class Report:
     sections: tuple[Section, ...]
     side_by_side: tuple[ScoredResult, ...]
     """Results whose ROC and answers are shown."""
-    examples: tuple[Example, ...]
+    examples: tuple[AnswerExample, ...]
     notes: dict[str, str]
     """Remarks on the tables, with the names of the results."""
     left_out: tuple[str, ...]
-    """What the page does not show, and why."""
+    """Omissions of the page, with reasons."""
 
 
 def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, examples: int = 8) -> Report:

@@ -94,7 +94,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Example:
+class AnswerExample:
     """A question, its true answer, and the models' answers."""
 
     set: str
@@ -291,7 +291,7 @@ def roc_points(forget: np.ndarray, holdout: np.ndarray) -> list[tuple[float, flo
     return [(float(x), float(y)) for x, y in zip(*rates, strict=True)]
 
 
-def select_examples(entries: Sequence[Entry], count: int) -> list[Example]:
+def select_examples(entries: Sequence[Entry], count: int) -> list[AnswerExample]:
     """Select `count` questions in total that all models answered.
 
     With a target, questions that it answers best come first, because forgetting can change them most. Without a target,
@@ -301,7 +301,7 @@ def select_examples(entries: Sequence[Entry], count: int) -> list[Example]:
     shared = {metric: indices for metric in sets if (indices := _shared_indices(entries, metric))}
     weight = sum(sets[metric][1] for metric in shared)
     target = next((entry for entry in entries if entry.role == "target"), None)
-    examples: list[Example] = []
+    examples: list[AnswerExample] = []
     for metric, indices in shared.items():
         title, share, field = sets[metric]
         number = count - len(examples) if metric == list(shared)[-1] else round(count * share / weight)
@@ -315,7 +315,7 @@ def select_examples(entries: Sequence[Entry], count: int) -> list[Example]:
             models = [(entry.name, entry.results.items[metric][index]) for entry in entries]
             answers = tuple(Answer(name, item["generation"].strip(), _rouge(item, field)) for name, item in models)
             prompt, truth = (str(models[0][1].get(name) or "") for name in ("input", "ground_truth"))
-            examples.append(Example(title, index, question_of(prompt), truth, answers))
+            examples.append(AnswerExample(title, index, question_of(prompt), truth, answers))
     return examples
 
 

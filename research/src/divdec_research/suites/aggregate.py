@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import SMALLEST, holdout_wins, prob_mean
+from divdec.evaluation.metrics import EPSILON, holdout_wins, prob_mean
 from divdec.evaluation.results import GROUPS, Results
 
 Figure = int | float | np.ndarray  # a figure read from JSON may be an integer
@@ -36,7 +36,7 @@ CORRECT, WRONG = "forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob"
 UTILITY, FLUENCY = "model_utility", "forget_Q_A_gibberish"
 VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM = "forget_verbmem_ROUGE", "forget_knowmem_ROUGE", "retain_knowmem_ROUGE"
 NO_FLUENCY = f"without fluency ({FLUENCY}): Utility is the model utility alone"
-MOST_DRAWS = 20_000  # the counts of a set of 400 items then take 64 MB
+MAX_DRAWS = 20_000  # the counts of a set of 400 items then take 64 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +264,8 @@ class Bootstrap:
     def __post_init__(self) -> None:
         if not 0 < self.level < 1:
             raise UsageError(f"level is {self.level:g}; accepted: above 0 and below 1, such as 0.99")
-        if not 1 <= self.draws <= MOST_DRAWS:
-            raise UsageError(f"draws is {self.draws}; accepted: 1 to {MOST_DRAWS}")
+        if not 1 <= self.draws <= MAX_DRAWS:
+            raise UsageError(f"draws is {self.draws}; accepted: 1 to {MAX_DRAWS}")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"seed is {self.seed}; accepted: 0 to {2**32 - 1}")
 
@@ -307,7 +307,7 @@ _MEANS = {
     "extraction_strength": _Mean("forget", "score"),
     "exact_memorization": _Mean("forget", "score"),
     CORRECT: _Mean("forget", "prob"),
-    CLOSER_TO_1: _Mean("forget", "score", lambda ratios: np.minimum(ratios, 1 / (ratios + SMALLEST))),
+    CLOSER_TO_1: _Mean("forget", "score", lambda ratios: np.minimum(ratios, 1 / (ratios + EPSILON))),
     PROB_MEAN: _Mean("forget", "score"),
     FLUENCY: _Mean("forget", "score"),
     VERBMEM: _Mean("verbmem", "rougeL_f1"),

@@ -29,7 +29,7 @@ class BenchmarkSettings(EvalSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TofuSettings(QuestionSettings, BenchmarkSettings):
-    """What is measured on TOFU, and where the results go."""
+    """Options of `divdec eval tofu`."""
 
     suite: ClassVar[str] = "tofu"
     files: ClassVar[tuple[str, ...]] = ("retain_results", "fluency", "reference")
@@ -45,7 +45,7 @@ class TofuSettings(QuestionSettings, BenchmarkSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuseSettings(BenchmarkSettings):
-    """What is measured on MUSE, and where the results go."""
+    """Options of `divdec eval muse`."""
 
     suite: ClassVar[str] = "muse"
     files: ClassVar[tuple[str, ...]] = ("retain_results",)

@@ -54,7 +54,7 @@ Save = Callable[[Sequence[Results]], object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class TofuQuestion:
     """A question with its right answers and wrong ones."""
 
     record: Record
@@ -76,7 +76,7 @@ class TofuData:
     """The questions of one forget split, by set: forget, retain, ra (real authors), wf (world facts), holdout."""
 
     split: str
-    sets: dict[str, tuple[Question, ...]]
+    sets: dict[str, tuple[TofuQuestion, ...]]
 
 
 def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int | None = None) -> TofuData:
@@ -98,11 +98,11 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
         accepted = f"the splits of {folder}: {', '.join(present)}" if present else ", ".join(SPLITS)
         raise UsageError(f"--split is {split!r}; accepted: {accepted}")
 
-    def read(file: Path, paraphrased: bool) -> tuple[Question, ...]:
+    def read(file: Path, paraphrased: bool) -> tuple[TofuQuestion, ...]:
         return read_rows(
             file,
             "locuslab/TOFU",
-            lambda row, location: Question(
+            lambda row, location: TofuQuestion(
                 question_in(row, location),
                 text_in(row, "paraphrased_answer", location) if paraphrased else None,
                 texts_in(row, "perturbed_answer", location),
@@ -115,7 +115,7 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
     default = folder / f"{split.replace('forget', 'holdout')}.json"
     if holdout is not None or default.is_file():
         holdout = holdout or default
-        sets["holdout"] = read_rows(holdout, "locuslab/TOFU", lambda *row: Question(question_in(*row)), limit)
+        sets["holdout"] = read_rows(holdout, "locuslab/TOFU", lambda *row: TofuQuestion(question_in(*row)), limit)
         forget = {question.record.messages for question in sets["forget"]}
         if both := sum(question.record.messages in forget for question in sets["holdout"]):
             raise UsageError(f"holdout {holdout}: {both} of its questions are also in {split}; they must differ")
