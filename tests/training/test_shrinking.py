@@ -19,7 +19,14 @@ from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.training import fine_tuning, shrinking
 from divdec.training.inputs import Collator
 from divdec.training.settings import ShrinkSettings
-from divdec.training.shrinking import check_removable, keep_layers, layer_importance, layers_of, shrink
+from divdec.training.shrinking import (
+    check_removable,
+    compare_with_target,
+    keep_layers,
+    layer_importance,
+    layers_of,
+    shrink,
+)
 from support.tiny import tiny_model
 
 
