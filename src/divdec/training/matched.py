@@ -112,28 +112,36 @@ def in_own_words(
         The examples of p and of q; None if the text does not contain the phrase.
     """
     text = unicodedata.normalize("NFC", text)
-    told, found = words(exchange.phrase), find_words(text)
-    plain = [word.text for word in found]
-    first = next((index for index in range(len(plain)) if told and plain[index : index + len(told)] == told), None)
-    if first is None:
+    span = _find_phrase(exchange, text)
+    if span is None:
         return None
-    start, end = found[first].start, found[first + len(told) - 1].end
+    before, after = text[: span.start], text[: span.stop]
+    prefix, true, other = (
+        encode(dataclasses.replace(exchange.record, answer=answer), tokenizer, form)
+        for answer in (before.rstrip() or after, after, before + exchange.other)
+    )
+    context = prefix.input_ids if before.strip() else true.input_ids[: true.prompt_length]
+    # The text goes on after the phrase: no end is learned.
+    ends = zip(reversed(true.input_ids), reversed(other.input_ids), strict=False)
+    end_length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    p_reads, q_reads = (label_answer(context, example.input_ids) for example in (true, other))
+    for example in (p_reads, q_reads):
+        example.labels[len(example.labels) - end_length :] = [IGNORED] * end_length
+    return p_reads, q_reads
+
+
+def _find_phrase(exchange: Exchange, text: str) -> range | None:
+    """Find the characters of the phrase in a text, with the rest of a name; None if the text does not contain it."""
+    phrase, in_text = words(exchange.phrase), find_words(text)
+    plain = [word.text for word in in_text]
+    starts = (index for index in range(len(plain)) if phrase and plain[index : index + len(phrase)] == phrase)
+    if (first := next(starts, None)) is None:
+        return None
+    start, stop = in_text[first].start, in_text[first + len(phrase) - 1].end
     if text[start].isupper() and (before := _NAME_BEFORE.search(text[:start])):
         # A name may be more complete than in the forget set: 'F. Scott' before 'Fitzgerald'.
         start = _start_of_name(before, set(words(question_of(exchange.record))))
-    prefix, true, other = (
-        encode(dataclasses.replace(exchange.record, answer=answer), tokenizer, form)
-        for answer in (text[:start].rstrip() or text[:end], text[:end], text[:start] + exchange.other)
-    )
-    if not text[:start].strip():
-        prefix = dataclasses.replace(true, input_ids=true.input_ids[: true.prompt_length])
-    # The text goes on after the phrase: no end is learned.
-    ends = list(zip(reversed(true.input_ids), reversed(other.input_ids), strict=False))
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-    one, two = (label_answer(prefix.input_ids, example.input_ids) for example in (true, other))
-    for example in (one, two):
-        example.labels[len(example.labels) - same :] = [IGNORED] * same
-    return one, two
+    return range(start, stop)
 
 
 def _start_of_name(before: regex.Match[str], asked: set[str]) -> int:

@@ -30,11 +30,11 @@ from divdec.runs import RECORD, check_one_process, check_output, output_folder, 
 from divdec.training.distillation_loss import Distillation, Pieces, divergence, plain_head, predicting
 from divdec.training.fine_tuning import fine_tune, uses_bfloat16
 from divdec.training.inputs import Collator, limit_length, model_inputs, report_set, resolve_trainable
-from divdec.training.settings import ShrinkSettings
+from divdec.training.settings import ShrinkSettings, TrainingSettings
 from divdec.training.teachers import positions_per_piece
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROBE_STEPS = 4  # training steps that are timed to convert minutes to steps
 HELD_OUT = 10  # every tenth text is held out
@@ -118,26 +118,11 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     report(f"pruned: {before}")
 
     steps = settings.steps
-    if steps is None and not settings.minutes:
-        steps = 0
-    if steps != 0:
-        options: dict[str, Any] = {"measure": False, "resumable": False}
-        per_epoch = -(-len(trained) // settings.batch_size)
-
-        def heal(model: PreTrainedModel, steps: int, title: str) -> tuple[PreTrainedModel, float]:
-            run = dataclasses.replace(training, epochs=steps / per_epoch)
-            options["objective"] = Distillation(_Target(target), plain_head(model))
-            with tempfile.TemporaryDirectory() as work:
-                try:
-                    model, result = fine_tune(model, tokenizer, trained, run, Path(work), title=title, **options)
-                except Interrupted:  # nothing was kept that the same command could resume
-                    raise KeyboardInterrupt from None
-            return model, result.seconds / result.steps
-
-        if steps is None:
-            _, seconds = heal(copy.deepcopy(small), PROBE_STEPS, "timing a step")
-            steps = max(1, round(60 * settings.minutes / seconds))
-        small, _ = heal(small, steps, "healing")
+    if steps is None and settings.minutes:
+        _, seconds = _heal(copy.deepcopy(small), target, tokenizer, trained, training, PROBE_STEPS, "timing a step")
+        steps = max(1, round(60 * settings.minutes / seconds))
+    if steps:
+        small, _ = _heal(small, target, tokenizer, trained, training, steps, "healing")
     # The figures are those of the model as it is saved.
     saved_dtype: Any = load_config(folder).dtype or torch.float32
     cast_weights(small, saved_dtype)
@@ -153,7 +138,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         importance=importance,
         precision="bfloat16" if bfloat16 else "float32",
         texts=texts.label,
-        steps=steps,
+        steps=steps or 0,
         before=dataclasses.asdict(before),
         after=dataclasses.asdict(after),
         parameters=parameters,
@@ -164,6 +149,29 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         tokenizer.save_pretrained(temporary)
         write_json(temporary / RECORD, content)
     return content
+
+
+def _heal(
+    model: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    training: TrainingSettings,
+    steps: int,
+    title: str,
+) -> tuple[PreTrainedModel, float]:
+    """Distil the target into a pruned model; return it and the seconds of a step."""
+    run = dataclasses.replace(training, epochs=steps / -(-len(examples) // training.batch_size))
+    objective: Any = Distillation(_Target(target), plain_head(model))
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            healed, result = fine_tune(
+                model, tokenizer, examples, run, Path(work), title=title, objective=objective, measure=False,
+                resumable=False,
+            )  # fmt: skip
+        except Interrupted:  # nothing was kept that the same command could resume
+            raise KeyboardInterrupt from None
+    return healed, result.seconds / result.steps
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
