@@ -11,11 +11,12 @@ the recipe 'matched' and a target, p and q therefore also read what the steered 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -44,7 +45,7 @@ from divdec.model.checkpoint import (
 )
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
-from divdec.runs import RECORD, RunFolder, output_folder, read_json, record, write_json, write_text
+from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, fine_tune
 from divdec.training.inputs import (
@@ -64,6 +65,7 @@ from divdec.training.settings import AuxiliarySettings, TrainingSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+T = TypeVar("T")
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 RESULT = "training.json"
 DEFAULT_RULE = "rank:20:3"
@@ -71,6 +73,7 @@ SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is g
 # Questions of the forget set that the target answers, greedily and in samples; tokens of an answer.
 MAX_ANSWERED, SAMPLED, ANSWER = 512, 3, 48
 MAX_ATTEMPTS = 4
+HELD_OUT = 10  # every tenth record of the retain set
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
 MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
 MISSED = 0.02
@@ -200,110 +203,150 @@ def train_auxiliaries(
         Diverged: a loss is not finite, and there is no other learning rate to try.
     """
     state, report = join_processes(report)
-    steering = Steering.parse(settings.steering or DEFAULT_RULE)
     output = Path(settings.output).expanduser()
-    base = resolve_trainable(settings.base, "base")
-    tokenizer = load_tokenizer(base)
-    target = Path()
-    if settings.target is not None:
-        reference = CheckpointReference.parse(settings.target)
-        target = reference.resolve(Path(), weights=measure)
-        if reference.folder is not None:
-            check_weights(target)
-        steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
-    inputs = [
-        Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
-    ]
-    check_apart(output.resolve(), [path.resolve() for path in inputs if path.exists() and path != Path()])
-    forget, retain = read_records(settings.forget), read_records(settings.retain)
-    report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
-    checked = measure and settings.target is not None
-    learned, held_out = _hold_out(retain) if checked else (retain, retain)
-    if checked and held_out is retain:
-        report("the retain set has fewer than 10 records: it is measured on those that p and q are trained on")
-    form = Format(
-        system_prompt=settings.system_prompt,
-        max_length=limit_length(settings.max_length, base, report),
-        chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
-    )
-    examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
-    neutral = (
-        _neutral_text(settings, target, forget, retain, form, report) if checked and state.is_main_process else None
-    )
-
-    same_settings = dataclasses.asdict(dataclasses.replace(settings, overwrite=False))
+    inputs = _read_inputs(settings, output, measure, report)
     run = RunFolder.open(
         output,
         "train",
         settings,
-        {
-            **same_settings,
-            "forget records": forget.sha256,
-            "retain records": retain.sha256,
-            # Samples of the target are decided by its files.
-            "neutral records": None if neutral is None or settings.neutral is None else neutral.sha256,
-            "base files": input_digests(base),
-            "target files": None if settings.target is None else input_digests(target),
-        },
+        {**dataclasses.asdict(dataclasses.replace(settings, overwrite=False)), **inputs.digests(settings)},
         overwrite=settings.overwrite,
         stale=(WORK, RETAIN, FORGET, BUNDLE),
         on_main=on_main,
     )
     with run:
-        readings: tuple[list[Example], list[Example]] = (examples["forget"], [])
-        exchanges: list[Exchange] = []
-        if settings.recipe == "matched":
-            readings, exchanges = _matched(forget, learned, examples, settings, tokenizer, form, report)
-        pair = _PairTrainer(settings, output, base, tokenizer, examples, readings, measure, report)
+        readings, exchanges = inputs.readings(settings, report)
+        trainer = _PairTrainer(settings, output, inputs, readings, measure, report)
+        attempts: list[dict[str, Any]] = []
         if measure:
-            attempts = pair.train_until_separated()
+            attempts = trainer.train_until_separated()
         else:
-            pair.train(1.0, 1.0)
-            attempts = []
-        separation = attempts[-1]["separation"] if measure else None
-        labels = {"forget set": forget.label, "retain set": retain.label}
-
-        def write_and_measure() -> dict[str, Any] | None:
-            for name in (RETAIN, FORGET):
-                _write_card(output / name, settings, labels, separation)
-            if settings.target is None:
-                return None
-            shutil.rmtree(output / BUNDLE, ignore_errors=True)
-            write_bundle(
-                output / BUNDLE,
-                target=settings.target,
-                retain_auxiliary=str(output / RETAIN),
-                forget_auxiliary=str(output / FORGET),
-                steering=steering,
-                forget_set=forget.label,
-                single_turn=single_turn([*forget, *retain]),
-            )
-            if neutral is None:
-                return None
-            sets = {"forget": forget, "retain": held_out, "neutral": neutral}
-            return _check_bundle(output / BUNDLE, settings, sets, form, report)
-
-        effects = pair.train_rounds(lambda: on_main(write_and_measure), exchanges, form)
-
+            trainer.train(1.0, 1.0)
+        separation = attempts[-1]["separation"] if attempts else None
+        write = functools.partial(_write_and_measure, output, settings, inputs, separation, report)
+        effects = trainer.train_rounds(lambda: on_main(write), exchanges, inputs.form)
         if state.is_main_process:
-            content = record(
-                "train",
-                settings,
-                fingerprint=run.fingerprint,
-                inputs=run.inputs,
-                forget_set=forget.label,
-                retain_set=retain.label,
-                overlap=dataclasses.asdict(overlap(forget, retain)),
+            shutil.rmtree(output / WORK, ignore_errors=True)
+            run.finish(
+                forget_set=inputs.forget.label,
+                retain_set=inputs.retain.label,
+                overlap=dataclasses.asdict(overlap(inputs.forget, inputs.retain)),
                 auxiliaries={name: read_json(output / name / RESULT) for name in (RETAIN, FORGET)},
                 separation=separation,
                 attempts=attempts,
                 effects=effects,
                 bundle=str(output / BUNDLE) if settings.target else None,
             )
-            shutil.rmtree(output / WORK, ignore_errors=True)
-            write_json(output / RECORD, content)
         state.wait_for_everyone()
         return read_json(output / RECORD)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    base: Path
+    target: Path | None
+    tokenizer: PreTrainedTokenizerBase
+    form: Format
+    forget: RecordSet
+    retain: RecordSet
+    learned: RecordSet
+    """The records of the retain set that p and q are trained on."""
+    held_out: RecordSet
+    """The records of the retain set that the bundle is measured on."""
+    neutral: RecordSet | None
+    """Text that steering should not change; None where the bundle is not measured, by this process or at all."""
+    examples: dict[str, list[Example]]
+    """The training examples: 'forget', 'retain'."""
+
+    def digests(self, settings: AuxiliarySettings) -> dict[str, Any]:
+        """Return the digests of what decides the result besides the settings."""
+        # Samples of the target are decided by its files.
+        neutral = None if self.neutral is None or settings.neutral is None else self.neutral.sha256
+        return {
+            "forget records": self.forget.sha256,
+            "retain records": self.retain.sha256,
+            "neutral records": neutral,
+            "base files": input_digests(self.base),
+            "target files": None if self.target is None else input_digests(self.target),
+        }
+
+    def readings(
+        self, settings: AuxiliarySettings, report: Callable[[str], None]
+    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange]]:
+        """Return what p and q read besides the retain set, and the questions that q reads with other answers."""
+        if settings.recipe != "matched":
+            return (self.examples["forget"], []), []
+        return _matched(self.forget, self.learned, self.examples, settings, self.tokenizer, self.form, report)
+
+
+def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, report: Callable[[str], None]) -> _Inputs:
+    """Read and check all inputs before anything is written.
+
+    Raises:
+        UsageError: an input cannot be used.
+    """
+    steering = Steering.parse(settings.steering or DEFAULT_RULE)
+    base, target = resolve_trainable(settings.base, "base"), None
+    tokenizer = load_tokenizer(base)
+    if settings.target is not None:
+        reference = CheckpointReference.parse(settings.target)
+        target = reference.resolve(Path(), weights=measure)
+        if reference.folder is not None:
+            check_weights(target)
+        steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
+    paths = [
+        Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
+    ]
+    check_apart(output.resolve(), [path.resolve() for path in paths if path.exists() and path != Path()])
+    forget, retain = read_records(settings.forget), read_records(settings.retain)
+    report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
+    learned = held_out = retain
+    if target is not None and measure:
+        if len(retain) >= HELD_OUT:
+            learned, held_out = _hold_out(retain)
+        else:
+            report(
+                f"the retain set has fewer than {HELD_OUT} records: it is measured on those that p and q are trained on"
+            )
+    form = Format(
+        system_prompt=settings.system_prompt,
+        max_length=limit_length(settings.max_length, base, report),
+        chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
+    )
+    examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
+    neutral = None
+    if target is not None and measure and PartialState().is_main_process:
+        neutral = _neutral_text(settings, target, forget, retain, form, report)
+    return _Inputs(base, target, tokenizer, form, forget, retain, learned, held_out, neutral, examples)
+
+
+def _write_and_measure(
+    output: Path,
+    settings: AuxiliarySettings,
+    inputs: _Inputs,
+    separation: dict[str, Any] | None,
+    report: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """Write cards and the bundle, and choose its rule; return the figures, None where the bundle is not measured."""
+    sets = {"forget set": inputs.forget.label, "retain set": inputs.retain.label}
+    for name in (RETAIN, FORGET):
+        _write_card(output / name, settings, sets, separation)
+    if settings.target is None:
+        return None
+    shutil.rmtree(output / BUNDLE, ignore_errors=True)
+    write_bundle(
+        output / BUNDLE,
+        target=settings.target,
+        retain_auxiliary=str(output / RETAIN),
+        forget_auxiliary=str(output / FORGET),
+        steering=Steering.parse(settings.steering or DEFAULT_RULE),
+        forget_set=inputs.forget.label,
+        single_turn=single_turn([*inputs.forget, *inputs.retain]),
+    )
+    if inputs.neutral is None:
+        return None
+    measured = {"forget": inputs.forget, "retain": inputs.held_out, "neutral": inputs.neutral}
+    return _check_bundle(output / BUNDLE, settings, measured, inputs.form, report)
 
 
 def faults_of(content: Mapping[str, Any]) -> list[str]:
@@ -319,13 +362,9 @@ def _answers_more_than_q(effects: Mapping[str, Any]) -> bool:
 
 
 def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
-    """Split a retain set into the records to train on and a tenth to measure with; a small set serves for both."""
-    if len(retain) < 10:
-        return retain, retain
-    return (
-        dataclasses.replace(retain, records=tuple(one for i, one in enumerate(retain) if i % 10)),
-        dataclasses.replace(retain, records=retain.records[::10]),
-    )
+    """Split a retain set into the records to train on and a tenth to measure with."""
+    learned = tuple(record for index, record in enumerate(retain) if index % HELD_OUT)
+    return dataclasses.replace(retain, records=learned), dataclasses.replace(retain, records=retain.records[::HELD_OUT])
 
 
 def _neutral_text(
@@ -487,18 +526,17 @@ def next_attempt(attempts: Sequence[Mapping[str, Any]]) -> tuple[float, float] |
     return best["rate"], 2 * last["epochs"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _PairTrainer:
     settings: AuxiliarySettings
     output: Path
-    base: Path
-    tokenizer: PreTrainedTokenizerBase
-    examples: dict[str, list[Example]]
-    """By set: 'forget', 'retain'."""
+    inputs: _Inputs
     readings: tuple[list[Example], list[Example]]
     """Examples that p and q read besides the retain set."""
     measure: bool
     report: Callable[[str], None]
+    trained: bool = False
+    """Whether this process has trained, or found, the pair of the last attempt."""
 
     def train_until_separated(self) -> list[dict[str, Any]]:
         """Train pairs until one can steer or no attempt is left; the last pair stays in the output folder.
@@ -507,33 +545,42 @@ class _PairTrainer:
             All attempts: factors of rate and epochs, and the separation, None if training diverged. A resumed run
             includes the attempts made before.
         """
-        path = self.output / WORK / "attempts.json"
-        attempts: list[dict[str, Any]] = read_json(path) if path.is_file() else []
-        trained = False
-        while True:
-            factors = next_attempt(attempts) if attempts else (1.0, 1.0)
-            if factors is None or (attempts and self.settings.lr != "auto"):
-                # In a resumed run the last pair is already trained.
-                if not trained:
-                    self.train(attempts[-1]["rate"], attempts[-1]["epochs"])
-                return attempts
-            attempt: dict[str, Any] = {"rate": factors[0], "epochs": factors[1], "separation": None}
-            try:
-                self.train(*factors)
-                trained = True
-            except Diverged as error:
-                if not attempts or next_attempt([*attempts, attempt]) is None:
-                    raise
-                self.report(str(error))
-            else:
-                attempt["separation"] = self._measure()
-            attempts.append(attempt)
-            if PartialState().is_main_process:
-                for role in ("retain", "forget"):
-                    discard_checkpoints(self.output / WORK / role)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, attempts)
-            PartialState().wait_for_everyone()
+        attempts: list[dict[str, Any]] = []
+        factors: tuple[float, float] | None = (1.0, 1.0)
+        while factors is not None:
+            make = functools.partial(self._attempt, attempts, *factors)
+            attempts.append(self._stored(f"attempt {len(attempts) + 1}", factors, make))
+            factors = next_attempt(attempts) if self.settings.lr == "auto" else None
+        if not self.trained:  # all attempts are those of an interrupted run
+            self.train(attempts[-1]["rate"], attempts[-1]["epochs"])
+        return attempts
+
+    def _attempt(self, earlier: Sequence[dict[str, Any]], rate: float, epochs: float) -> dict[str, Any]:
+        attempt: dict[str, Any] = {"rate": rate, "epochs": epochs, "separation": None}
+        try:
+            self.train(rate, epochs)
+            self.trained = True
+        except Diverged as error:
+            if not earlier or next_attempt([*earlier, attempt]) is None:
+                raise
+            self.report(str(error))
+        else:
+            attempt["separation"] = self._measure()
+        if PartialState().is_main_process:
+            for role in ("retain", "forget"):
+                discard_checkpoints(self.output / WORK / role)
+        return attempt
+
+    def _stored(self, name: str, decides: Any, compute: Callable[[], T]) -> T:
+        """Return a result that an interrupted run has stored, or compute it in all processes and store it."""
+        cache = ResultCache(self.output / WORK)
+        if cache.has(name, decides):
+            return cache.load(name, decides)
+        result = compute()
+        if PartialState().is_main_process:
+            cache.get(name, decides, lambda: result)
+        PartialState().wait_for_everyone()
+        return result
 
     def train_rounds(
         self, measure: Callable[[], dict[str, Any] | None], exchanges: Sequence[Exchange], form: Format
@@ -549,19 +596,17 @@ class _PairTrainer:
             The last figures of `measure`.
         """
         for number in range(1, MAX_ROUNDS + 2):
-            path = self.output / WORK / f"round-{number}.json"
-            if not path.is_file():
+            name = f"answers before round {number}"
+            texts = ResultCache(self.output / WORK).load(name, None)
+            if texts is None:
                 effects = measure()
                 if number > MAX_ROUNDS or not exchanges or effects is None or not _answers_more_than_q(effects):
                     return effects
                 texts = on_main(lambda: self._ask_bundle(exchanges, form))
-                if not _own_words(exchanges, texts, self.tokenizer, form):
+                if not _own_words(exchanges, texts, self.inputs.tokenizer, form):
                     return effects
-                if PartialState().is_main_process:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_json(path, texts)
-                PartialState().wait_for_everyone()
-            self._train_round(number, _own_words(exchanges, read_json(path), self.tokenizer, form))
+                self._stored(name, None, functools.partial(list, texts))
+            self._train_round(number, _own_words(exchanges, texts, self.inputs.tokenizer, form))
         raise AssertionError("unreachable")
 
     def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format) -> list[list[str]]:
@@ -571,7 +616,7 @@ class _PairTrainer:
     def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
         """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""
         self.report(f"round {number}: p and q also read {len(pairs)} answers that the steered model still gives")
-        retain = sample_examples(self.examples["retain"], REHEARSED, self.settings.seed)
+        retain = sample_examples(self.inputs.examples["retain"], REHEARSED, self.settings.seed)
         for role, side, readings in (("retain", 1, self.readings[1]), ("forget", 0, self.readings[0])):
             folder = self.output / f"{role}_auxiliary"
             earlier = read_json(folder / RESULT)
@@ -586,15 +631,15 @@ class _PairTrainer:
     def train(self, rate_factor: float, epoch_factor: float) -> None:
         """Train q and p, unless an earlier call with the same factors did."""
         settings = dataclasses.replace(self.settings, epochs=epoch_factor * self.settings.epochs)
-        (forget, instead), retain = self.readings, self.examples["retain"]
+        (forget, instead), retain = self.readings, self.inputs.examples["retain"]
         # Both auxiliaries have one rate if they learn the same data, as in the paper. It is sought on p's data: a base
         # may know the retain set already, and its loss would hardly change.
         shared = settings.recipe != "forget-retain"
         p_examples = forget + retain if shared else forget
         q_examples = instead + retain
-        rate, probes = self._learning_rate("retain", self.base, p_examples if shared else retain, shared)
-        self._train_one("retain", self.base, q_examples, settings.training(rate_factor * rate), probes)
-        p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.base
+        rate, probes = self._learning_rate("retain", self.inputs.base, p_examples if shared else retain, shared)
+        self._train_one("retain", self.inputs.base, q_examples, settings.training(rate_factor * rate), probes)
+        p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.inputs.base
         probes = None
         if not shared:
             rate, probes = self._learning_rate("forget", p_base, forget, True)
@@ -623,7 +668,7 @@ class _PairTrainer:
         """Fine-tune a checkpoint, and write it with `content` and the result as an auxiliary."""
         folder, work = self.output / f"{role}_auxiliary", self.output / WORK / role
         model, result = fine_tune(
-            load_for_training(start), self.tokenizer, examples, training, work, title=f"{role} auxiliary"
+            load_for_training(start), self.inputs.tokenizer, examples, training, work, title=f"{role} auxiliary"
         )
         content = {**content, **dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
         self.report(
@@ -632,8 +677,8 @@ class _PairTrainer:
         )
         if PartialState().is_main_process:
             with output_folder(folder, overwrite=True, ours=lambda folder: (folder / RESULT).is_file()) as temporary:
-                model.to(load_config(self.base).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
-                self.tokenizer.save_pretrained(temporary)
+                model.to(load_config(self.inputs.base).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
+                self.inputs.tokenizer.save_pretrained(temporary)
                 write_json(temporary / RESULT, content)
             discard_checkpoints(work)
         PartialState().wait_for_everyone()
@@ -644,20 +689,17 @@ class _PairTrainer:
         """Return the learning rate, given or searched, and the probes; a resumed run does not search again."""
         if self.settings.lr != "auto":
             return float(self.settings.lr), None
-        path = self.output / WORK / role / "learning_rate.json"
-        if path.is_file():
-            content = read_json(path)
-            return content["rate"], content["probes"]
-        required = len(self.examples["forget"]) if self.measure and learns_forget_set else 0
-        model = load_for_training(start).to(PartialState().device)  # pyright: ignore[reportArgumentType]
-        rate, tried = find_learning_rate(
-            model, self.tokenizer, examples, self.settings.training(1.0), required=required, report=self.report
-        )
-        probes = [dataclasses.asdict(probe) for probe in tried]
-        if PartialState().is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"rate": rate, "probes": probes})
-        PartialState().wait_for_everyone()
+
+        def search() -> list[Any]:
+            required = len(self.inputs.examples["forget"]) if self.measure and learns_forget_set else 0
+            model = load_for_training(start).to(PartialState().device)  # pyright: ignore[reportArgumentType]
+            rate, probes = find_learning_rate(
+                model, self.inputs.tokenizer, examples, self.settings.training(1.0), required=required,
+                report=self.report,
+            )  # fmt: skip
+            return [rate, [dataclasses.asdict(probe) for probe in probes]]
+
+        rate, probes = self._stored(f"learning rate of the {role} auxiliary", None, search)
         return rate, probes
 
     def _measure(self) -> dict[str, Any]:
@@ -666,7 +708,7 @@ class _PairTrainer:
         if PartialState().is_main_process:
             device: Any = PartialState().device
             q, p = (load_for_training(self.output / name).to(device).eval() for name in (RETAIN, FORGET))
-            results = [measure_separation(q, p, **self.examples, batch_size=self.settings.batch_size)]
+            results = [measure_separation(q, p, **self.inputs.examples, batch_size=self.settings.batch_size)]
         separation: Separation = broadcast_object_list(results)[0]
         self.report(f"measured: {separation}")
         for fault in separation.faults:
