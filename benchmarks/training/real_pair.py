@@ -26,7 +26,7 @@ from divdec.data.formatting import encode_prompts, padded, padding_id
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import KINDS, NEUTRAL, known_facts, split
 from divdec.errors import UsageError
-from divdec.evaluation.effects import NOISE_LEVELS
+from divdec.evaluation.choice import NOISE_LEVELS
 from divdec.evaluation.generation import continuations
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.runs import file_sha256, write_json

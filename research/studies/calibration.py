@@ -18,7 +18,7 @@ from pathlib import Path
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.cli.bundle import SWEEP
 from divdec.data.records import read_records
-from divdec.evaluation.calibration import SETS, calibrate
+from divdec.evaluation.choice import choose_rule
 from divdec.evaluation.run import evaluate, parse_sweep
 from divdec.model.checkpoint import load_tokenizer
 from divdec.runs import cache_folder
@@ -87,19 +87,19 @@ def _compare(given, folder):
         for found in swept
     }
     sets = {name: read_records(folder / "data" / file) for name, file in FILES.items()}
-    found = calibrate(
-        DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(trained.target),
-        {name: sets[name] for name in SETS}, parse_sweep(texts), form=material.form,
+    result = choose_rule(
+        DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(trained.target), sets, parse_sweep(texts),
+        min_retain=0.98, max_records=None, form=material.form,
     )  # fmt: skip
     print(f"\n{'':<16} {'Agg':>6} {'Mem':>6} {'Priv':>6} {'Util':>6} {'distance':>9} {'retain drop':>12}")
-    for point in found.points:
+    for point in result.settings:
         values = scores[str(point.steering)].values
         numbers = " ".join(f"{values[name]:6.3f}" for name in ("agg", "mem", "priv", "utility"))
-        mark = "→" if point is found.chosen else " "
-        print(f"{mark} {point.steering!s:<14} {numbers} {point.distance:9.3f} {point.retain_drop:12.1%}")
+        mark = "→" if point is result.best else " "
+        print(f"{mark} {point.steering!s:<14} {numbers} {point.distance:9.3f} {1 - point.retain:12.1%}")
     best = max(scores, key=lambda setting: scores[setting].values["agg"])
-    chosen = scores[str(found.chosen.steering)].values["agg"]
-    print(f"chosen without the retrained model: {found.chosen.steering}, Agg {chosen:.3f}; best with it: {best}, "
+    chosen = scores[str(result.best.steering)].values["agg"]
+    print(f"chosen without the retrained model: {result.best.steering}, Agg {chosen:.3f}; best with it: {best}, "
           f"Agg {scores[best].values['agg']:.3f}; difference {scores[best].values['agg'] - chosen:.3f}")  # fmt: skip
 
 

@@ -52,6 +52,8 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
     [
         ("cost --target 8B", "--aux is required"),
         ("calibrate b --forget f --retain r", "--holdout is required"),
+        ("calibrate b --forget f --retain r --reference none", "--neutral is required with --reference none"),
+        ("calibrate b --forget f --retain r --reference none --neutral n --holdout h", "--holdout is for --refer"),
         ("generate", "bundle is required"),
         ("generate b c", "'c'"),
         ("generat b", 'Did you mean "generate"?'),

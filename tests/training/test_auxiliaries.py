@@ -107,7 +107,7 @@ def test_a_target_too_large_to_measure_leaves_auxiliaries_and_a_bundle_that_is_n
     def too_large(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(auxiliaries, "measure_effects", too_large)
+    monkeypatch.setattr(auxiliaries, "choose_rule", too_large)
     with pytest.raises(UsageError, match="is not measured; measure it on several devices: divdec calibrate"):
         train(files, epochs=1.0, lr=1e-3)
     bundle = Path(files["output"]) / "bundle"
@@ -236,13 +236,20 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "its AUCs differ from q's" in said
     assert "linear:2 is the strongest of its rule" in said
-    assert "it still tells 12 answers" in said
+    assert "still answers 100% of the forget set" in said
     assert "nothing was written" in said.splitlines()[-1]
     assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--json"]) == 3
     result = json.loads(capsys.readouterr().out)
     assert result["leak_check"]["steered"] == result["leak_check"]["asked"] == 12
     assert not result["written"]
+    again = ["calibrate", str(bundle), *sets, "--reference", "none", "--neutral", files["retain"], "--json"]
+    assert main([*again, "--sweep", "linear:1,2", "--write"]) == 3
+    result = json.loads(capsys.readouterr().out)
+    assert "still answers 100% of the forget set" in result["faults"][0]
+    assert (result["reference"], result["written"]) == ({}, False)
+    assert [(point["unchanged"] is None, "aucs" in point) for point in result["points"]] == [(False, False)] * 2
+    assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--write", "--force"]) == 0
     assert "although it was measured not to forget" in capsys.readouterr().out
     assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from divdec.cli.loading import ExpertDevices, check_not_bundle, load, measured_text
 from divdec.errors import NOT_REACHED, UsageError
@@ -24,12 +24,11 @@ from divdec.options import (
 )
 
 if TYPE_CHECKING:
-    from divdec.evaluation.calibration import Calibration
-
+    from divdec.evaluation.choice import RuleChoice
 
 DEFAULT = "linear:1.5"
 SWEEP = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
-"""The default candidates of `calibrate`, mild before strong."""
+"""The default candidates of `calibrate --reference q`, mild before strong."""
 
 
 def bundle(
@@ -126,9 +125,11 @@ def calibrate(
     *,
     forget: str,
     retain: str,
-    holdout: str,
+    holdout: str | None = None,
+    neutral: str | None = None,
+    reference: Literal["q", "none"] = "q",
     sweep: tuple[str, ...] = (),
-    max_retain_drop: str = "2%",
+    max_retain_drop: str | None = None,
     write: bool = False,
     force: Flag = False,
     system_prompt: str | None = None,
@@ -141,7 +142,7 @@ def calibrate(
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> int:
-    r"""Choose a bundle's rule and strength without a retrained model.
+    r"""Measure a bundle again, and choose its rule and strength without a retrained model.
 
     Exit code 3: no measured setting forgets without losing too much of the retain set, or q is no reference.
 
@@ -154,10 +155,14 @@ def calibrate(
         bundle: The bundle: a folder or hub id.
         forget: Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset.
         retain: Retain set, in the same formats.
-        holdout: Records like those of the forget set that none of the three models has seen.
-        sweep: Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. The default is twenty settings,
-            extended if the best one is the strongest or the mildest.
-        max_retain_drop: Maximum relative loss of retain probability: a percentage, or a fraction such as 0.02.
+        holdout: With --reference q: records like those of the forget set that none of the three models has seen.
+        neutral: Text that steering should not change; required with --reference none.
+        reference: q: choose the setting under which membership attacks succeed as often as on q, for pairs of
+            `--recipe full-retain`. none: choose by answers, probability and perplexity, as `divdec train` does.
+        sweep: Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. The default is twenty settings, or
+            those of `divdec train` with --reference none.
+        max_retain_drop: Maximum relative loss of retain probability: a percentage, or a fraction such as 0.02. The
+            default is 2%, or 5% with --reference none.
         write: Write the chosen setting into the bundle if the measurement shows that it forgets.
         force: Write the chosen setting even if it does not forget. The model card records this.
         system_prompt: System prompt of every conversation.
@@ -172,49 +177,74 @@ def calibrate(
     """
     from divdec.data.formatting import Format
     from divdec.data.records import read_records
-    from divdec.evaluation import calibration
+    from divdec.evaluation.choice import choose_rule
     from divdec.evaluation.run import parse_sweep
     from divdec.evaluation.suppression import measure_suppression
+    from divdec.model.bundle import rewrite_steering
 
     check_at_least("batch_size", batch_size, 1)
     if force and not write:
         raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
-    bound, template_kwargs = _share(max_retain_drop), read_template_kwargs(chat_template_kwargs)
-    candidates = parse_sweep(sweep or SWEEP, allow_negative=allow_negative)
-    sources = {"forget": forget, "retain": retain, "holdout": holdout}
-    sets = {name: read_records(sources[name], limit=limit) for name in calibration.SETS}
+    sources = _sources(reference, forget=forget, retain=retain, holdout=holdout, neutral=neutral)
+    bound = _share(max_retain_drop or ("2%" if reference == "q" else "5%"))
+    form = Format(
+        system_prompt=system_prompt,
+        max_length=max_length,
+        chat_template_kwargs=read_template_kwargs(chat_template_kwargs),
+    )
+    default = SWEEP if reference == "q" else ()
+    candidates = parse_sweep(sweep or default, allow_negative=allow_negative) if sweep or default else None
+    sets = {name: read_records(source, limit=limit) for name, source in sources.items()}
     model, tokenizer = load(bundle, loading, SteeringChoice(), experts)
-    vocabulary = model.steering.vocabulary
-    candidates = [dataclasses.replace(candidate, vocabulary=vocabulary) for candidate in candidates]
-    if not sweep:  # vocabularies may be smaller than the largest k of the default
-        candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
-    for candidate in candidates:
-        candidate.check_vocabulary(model.vocab_size)
-    form = Format(system_prompt=system_prompt, max_length=max_length, chat_template_kwargs=template_kwargs)
-    result = calibration.calibrate(
-        model, tokenizer, sets, candidates, max_retain_drop=bound, extend=not sweep, form=form, batch_size=batch_size,
-        title="scoring",
+    if candidates is not None:
+        vocabulary = model.steering.vocabulary
+        candidates = [dataclasses.replace(candidate, vocabulary=vocabulary) for candidate in candidates]
+        if not sweep:  # vocabularies may be smaller than the largest k of the default
+            candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
+        for candidate in candidates:
+            candidate.check_vocabulary(model.vocab_size)
+    result = choose_rule(
+        model, tokenizer, sets, candidates, min_retain=1 - bound, max_records=None, form=form, batch_size=batch_size,
+        progress=True,
     )  # fmt: skip
     # Measured first: an error leaves the bundle as it was.
     suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=batch_size)
-    written = write and (force or not result.faults)
+    faults, steering = result.faults, result.best.steering
+    written = write and (force or not faults)
     if written:
-        from divdec.model.bundle import rewrite_steering
-
-        rewrite_steering(bundle, result.chosen.steering, _card_row(result))
-    code = 0 if written or not result.faults else NOT_REACHED
+        row = f"not as it should (written with --force): {'; '.join(faults)}" if faults else str(result)
+        rewrite_steering(bundle, steering, row)
+    code = 0 if written or not faults else NOT_REACHED
     if printing.json:
         print(json.dumps(_as_json(result, written) | {"suppression": dataclasses.asdict(suppression)}))
         return code
-    _print_calibration(result)
-    print(f"{result.chosen.steering}: {suppression}")
-    for fault in result.faults:
+    print("\n".join(result.table))
+    print(f"{result}\n{steering}: {suppression}")
+    for fault in faults:
         print(f"warning: {fault}", file=sys.stderr)
     if written:
-        print(f"written into {bundle}{', although it was measured not to forget' if result.faults else ''}")
+        print(f"written into {bundle}{', although it was measured not to forget' if faults else ''}")
     elif write:
         print(f"nothing was written into {bundle}: train a better pair, or give --force", file=sys.stderr)
     return code
+
+
+def _sources(reference: str, **sources: str | None) -> dict[str, str]:
+    """Return the given sets by name.
+
+    Raises:
+        UsageError: the set that the reference needs is missing, or one is given that it does not use.
+    """
+    if reference == "q" and sources["holdout"] is None:
+        raise UsageError(
+            "--holdout is required: records like those of the forget set that no model has seen; --reference none "
+            "needs --neutral instead"
+        )
+    if reference == "none" and sources["neutral"] is None:
+        raise UsageError("--neutral is required with --reference none: text that steering should not change")
+    if reference == "none" and sources["holdout"] is not None:
+        raise UsageError("--holdout is for --reference q: leave out one of --holdout and --reference none")
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def _share(text: str) -> float:
@@ -228,62 +258,22 @@ def _share(text: str) -> float:
     return value
 
 
-def _as_json(result: Calibration, written: bool) -> dict[str, Any]:
-    points = [dataclasses.asdict(point) | {"steering": str(point.steering)} for point in result.points]
+def _as_json(result: RuleChoice, written: bool) -> dict[str, Any]:
+    content = result.to_dict()
     return {
-        "chosen": str(result.chosen.steering),
-        "faults": list(result.faults),
+        "chosen": content["best"],
+        "faults": content["faults"],
         "written": written,
-        "leak_check": None if result.leak_check is None else dataclasses.asdict(result.leak_check),
+        "leak_check": {
+            "asked": result.asked,
+            "steered": round((result.best.leaked or 0.0) * result.asked),
+            "retain_auxiliary": round(result.guessed * result.asked),
+            "unanswered": round(result.best.unanswered * result.asked),
+        },
         "reference": result.reference,
-        "points": points,
+        "target": content["target"],
+        "points": content["settings"],
     }
-
-
-def _print_calibration(result: Calibration) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "loss", "zlib", "min-k", "min-k++", "distance", "forget", "retain", "retain drop"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    table.add_row("  q alone", *(f"{value:.3f}" for value in result.reference.values()), "", "", "", "")
-    for point in result.points:
-        chosen = point is result.chosen
-        table.add_row(
-            f"{'→ ' if chosen else '  '}{point.steering}",
-            *(f"{value:.3f}" for value in point.aucs.values()),
-            f"{point.distance:.3f}",
-            f"{point.forget_probability:.4f}",
-            f"{point.retain_probability:.4f}",
-            f"{point.retain_drop:.1%}",
-            style="bold" if chosen else None,
-        )
-    Console(width=max(Console().width, 80), emoji=False).print(table)
-    print("loss to min-k++: AUCs of membership attacks; distance: to q's AUCs; forget, retain: mean probability")
-    print(f"{result.chosen.steering}: {_measured(result)}")
-
-
-def _measured(result: Calibration) -> str:
-    """Say in a sentence what the chosen setting was measured to do."""
-    parts = [
-        f"AUCs, forget against holdout, differ from q's by {result.chosen.distance:.3f}",
-        f"retain probability falls by {result.chosen.retain_drop:.1%}",
-    ]
-    if result.leak_check is not None:
-        check = result.leak_check
-        parts.append(
-            f"of {check.asked} answers to the forget set's questions {check.steered} tell the truth "
-            f"(q's: {check.retain_auxiliary})"
-        )
-    return "; ".join(parts)
-
-
-def _card_row(result: Calibration) -> str:
-    if result.faults:
-        return f"not as it should (written with --force): {'; '.join(result.faults)}"
-    return _measured(result)
 
 
 def doctor(bundle: str | None = None, *, text: str | None = None, printing: Printing = Printing()) -> int:

@@ -84,7 +84,7 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
 
 
 def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
-    from divdec.evaluation.calibration import MAX_GUESSED
+    from divdec.evaluation.choice import MAX_GUESSED
 
     advice = []
     if content["effects"] and not content["effects"].get("shown", True):

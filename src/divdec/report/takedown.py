@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from divdec.data.formatting import encode_prompts, encode_set
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.evaluation.effects import LONGEST, MAX_RECORDS, neutral_prompts
+from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
 from divdec.evaluation.samples import sample_records
@@ -170,7 +170,7 @@ def _changes(
     outputs, losses = [], []
     for model in (target, steered):
         title = "other texts" if progress else None
-        answers = continuations(model, tokenizer, prompts, max_new_tokens=LONGEST, title=title)
+        answers = continuations(model, tokenizer, prompts, max_new_tokens=MAX_REPLY, title=title)
         outputs.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in answers])  # without padding
         losses.append(-statistics.fmean(value for item in score(model, examples) for value in item.log_probabilities))
     return {

@@ -26,7 +26,7 @@ from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
-from divdec.evaluation.effects import measure_effects, without_names
+from divdec.evaluation.choice import choose_rule, without_names
 from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
@@ -475,23 +475,17 @@ def _check_bundle(
     device: Any = PartialState().device
     try:
         model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
-        q: Any = model.experts.retain
-        measured = measure_effects(model, tokenizer, q, sets, candidates, form=form, progress=True)
+        measured = choose_rule(model, tokenizer, sets, candidates, form=form, progress=True)
     except torch.OutOfMemoryError:
         raise UsageError(
             f"target and auxiliaries do not fit on {device} together, so the bundle {bundle} is not measured; measure "
             f"it on several devices: divdec calibrate {bundle} --device spread (see divdec calibrate --help)"
         ) from None
-    widths = [max(map(len, column)) for column in zip(*measured.rows, strict=True)]
-    for row in measured.rows:
-        cells = (
-            cell.ljust(width) if n == 0 else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        report("  ".join(cells).rstrip())
+    for line in measured.table:
+        report(line)
     noise = " / ".join(f"{value:.2f}" for value in measured.noise)
     report(f"noise: |log q − log p| at the tokens of neutral text has median / 90 % / 99 % of {noise} nats")
-    if measured.q_perplexity > MAX_PERPLEXITY_OF_Q:
+    if measured.q_perplexity is not None and measured.q_perplexity > MAX_PERPLEXITY_OF_Q:
         report(
             f"the perplexity of neutral text is {measured.q_perplexity:.0f} times as high under q as under the target: "
             "such a pair is noisy; a better --base is a small checkpoint of the target's family with its tokenizer, "

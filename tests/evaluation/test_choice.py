@@ -10,12 +10,12 @@ import torch
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
-from divdec.evaluation.effects import (
+from divdec.evaluation.choice import (
     MAX_PERPLEXITY,
     Effects,
-    EffectsReport,
+    RuleChoice,
+    choose_rule,
     margin_above,
-    measure_effects,
     noise_of,
     without_names,
 )
@@ -43,7 +43,7 @@ def sets(world):
 
 def test_figures_equal_those_of_the_model_scored_alone(steered, tokenizer, sets):
     settings = [Steering(alpha=1.0), Steering("rank", k=3)]
-    report = measure_effects(steered, tokenizer, steered.experts.retain, sets, settings)
+    report = choose_rule(steered, tokenizer, sets, settings)
     for row in report.settings:
         steered.steering = dataclasses.replace(row.steering, fill="soft")
         scores = {name: score(steered, encode_set(records, tokenizer)) for name, records in sets.items()}
@@ -67,7 +67,7 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     questions = sample_records(steered.target, tokenizer, 12, max_new_tokens=8, seed=3)
     neutral = texts_of("neutral", world.corpus[:10])
     sets = {"forget": questions, "retain": questions, "neutral": neutral}
-    report = measure_effects(same, tokenizer, q, sets, [Steering(alpha=1.0), Steering(alpha=2.0)])
+    report = choose_rule(same, tokenizer, sets, [Steering(alpha=1.0), Steering(alpha=2.0)])
     assert report.best.unchanged == 1.0
     assert report.best.retain == pytest.approx(1, abs=1e-4)
     assert report.best.perplexity == pytest.approx(1, abs=1e-4)
@@ -76,7 +76,7 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert json.dumps(report.to_dict())
     # A target that never knew the answers is no proof that steering takes them away.
     unknown = dataclasses.replace(questions, records=tuple(dataclasses.replace(q, answer="Qqq") for q in questions))
-    report = measure_effects(same, tokenizer, q, sets | {"forget": unknown}, [Steering(alpha=1.0), Steering(alpha=2.0)])
+    report = choose_rule(same, tokenizer, sets | {"forget": unknown}, [Steering(alpha=1.0), Steering(alpha=2.0)])
     assert report.best.leaked == report.target.leaked == 0.0
     [fault] = report.faults
     assert fault.startswith("the target answers 0% of the forget set (q 0%): nothing was shown; ")
@@ -96,7 +96,7 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
         expected += [abs(float(divergence[0, place - 1, example.labels[place]])) for place in places]
     noise = noise_of(score(q, examples), score(p, examples))
     assert noise == pytest.approx(torch.tensor(expected).quantile(torch.tensor([0.5, 0.9, 0.99])).tolist(), rel=1e-3)
-    report = measure_effects(steered, tokenizer, q, sets)
+    report = choose_rule(steered, tokenizer, sets)
     mean = lambda scores: sum(x for one in scores for x in one.log_probabilities) / len(expected)
     ratio = math.exp(mean(score(steered.target, examples)) - mean(score(q, examples)))
     assert report.q_perplexity == pytest.approx(ratio, rel=1e-3)
@@ -108,7 +108,7 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
 
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
     with pytest.raises(UsageError, match="forgetting is not measured"):
-        measure_effects(steered, tokenizer, steered.experts.retain, sets | {"forget": texts_of("forget", ["a"])})
+        choose_rule(steered, tokenizer, sets | {"forget": texts_of("forget", ["a"])})
 
 
 def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
@@ -129,7 +129,7 @@ def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
     ],
 )
 def test_faults_of_the_best_setting(best, guessed, words):
-    report = EffectsReport(row(leaked=1.0), (best,), best, guessed, NOISE, 2.0)
+    report = RuleChoice(row(leaked=1.0), (best,), best, guessed, NOISE, 2.0)
     assert len(report.faults) == len(words)
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
 
@@ -138,13 +138,13 @@ def test_forgetting_is_not_claimed_where_the_target_would_pass():
     """The unsteered target and q are the same to the gate: the pair was not shown to take anything away."""
     best = row()
     for known, guessed, shown in ((0.0, 0.0, False), (0.05, 0.0, False), (0.06, 0.0, True), (0.5, 0.5, False)):
-        faults = EffectsReport(row(leaked=known), (best,), best, guessed, NOISE, 2.0).faults
+        faults = RuleChoice(row(leaked=known), (best,), best, guessed, NOISE, 2.0).faults
         assert any("nothing was shown" in fault for fault in faults) != shown, known
 
 
 def test_a_rule_is_asked_with_its_own_fill(steered, tokenizer, sets):
     """What is written into a bundle is what was asked."""
-    report = measure_effects(steered, tokenizer, steered.experts.retain, sets, [Steering.parse("rank:5:soft")])
+    report = choose_rule(steered, tokenizer, sets, [Steering.parse("rank:5:soft")])
     assert str(report.best.steering) == str(steered.steering) == "rank:5:soft"
 
 
@@ -171,7 +171,7 @@ def test_neutral_records_that_hold_a_key_phrase_are_left_out_where_a_script_has_
 
 
 def test_sets_of_more_records_than_measured_are_sampled_evenly():
-    from divdec.evaluation.effects import MAX_RECORDS, _sample
+    from divdec.evaluation.choice import MAX_RECORDS, _sample
 
     records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(1000)))
-    assert len(_sample(records)) <= MAX_RECORDS
+    assert len(_sample(records, MAX_RECORDS)) <= MAX_RECORDS

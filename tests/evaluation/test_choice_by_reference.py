@@ -9,7 +9,7 @@ import torch
 from divdec import DivergenceForCausalLM, Steering
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
-from divdec.evaluation.calibration import MAX_REFERENCE, LeakCheck, ask, calibrate
+from divdec.evaluation.choice import MAX_REFERENCE, ask, choose_rule
 from divdec.evaluation.generation import MAX_THOUGHT
 from divdec.evaluation.samples import sample_records
 from divdec.model.checkpoint import load_model
@@ -28,25 +28,16 @@ def test_a_reference_that_has_read_the_forget_set_is_refused(models, tokenizer, 
     """q is the target itself."""
     target, q, p = (load_model(models / name) for name in ("target", "target", "forget"))
     model = DivergenceForCausalLM.from_parts(target, q, p, "linear:1")
-    result = calibrate(model, tokenizer, sets, [Steering(alpha=1.0)], max_retain_drop=0.99)
+    result = choose_rule(model, tokenizer, sets, [Steering(alpha=1.0)], min_retain=0.01)
     assert sum(result.reference.values()) / 4 > MAX_REFERENCE
-    told = result.leak_check
-    assert (told.asked, told.retain_auxiliary > 4) == (12, True)
+    guesses = round(12 * result.guessed)
+    assert (result.asked, guesses > 4) == (12, True)
     for words in (
         "much likelier than the holdout set",
-        f"q itself tells {told.retain_auxiliary} of 12",
+        f"q itself tells {guesses} of 12",
         "nothing was shown",
     ):
         assert any(words in fault for fault in result.faults), words
-
-
-@pytest.mark.parametrize(
-    ("steered", "q", "faulty"),
-    [(1, 0, "none"), (2, 0, "too many"), (3, 0, "too many"), (3, 3, "guessed"), (4, 4, "guessed"), (1, 12, "none")],
-)
-def test_told_answers_are_bounded_relatively_and_absolutely(steered, q, faulty):
-    check = LeakCheck(20, steered, q)
-    assert (check.too_many, check.guessed) == (faulty == "too many", faulty == "guessed")
 
 
 class Scripted(torch.nn.Module):

@@ -1,0 +1,666 @@
+"""Measure what a steered model forgets and what else changes in its answers, and choose a rule by these figures.
+
+The unsteered target is the measure for three sets: the forget set, retain records that no auxiliary was trained on, and
+neutral text, to which steering should do nothing. With a holdout set q is the reference as well: q has never seen the
+forget set, so membership attacks that compare the forget set with the holdout set succeed on q as they would on a
+retrained model. The rule is then chosen whose steered model is nearest to q.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import regex
+
+from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_records, encode_set
+from divdec.data.records import Record, RecordSet, overlap
+from divdec.errors import UsageError
+from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end
+from divdec.evaluation.judges import StringJudge
+from divdec.evaluation.metrics import attack_auc, membership_scores
+from divdec.evaluation.phrases import holds, key_phrase, words
+from divdec.evaluation.questions import continuation, decoded, question_of
+from divdec.evaluation.recitation import count_recited, passages_of
+from divdec.evaluation.scoring import ItemScore, score, score_settings
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
+UNSTEERED = Steering("linear", alpha=0.0)
+CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
+ALPHAS = (1.0, 1.5)  # of the linear rules with a margin
+NOISE_LEVELS = (0.5, 0.9, 0.99)
+MIN_MARGIN, NOISE_FACTOR = 1.0, 2.0
+MIN_RETAIN = 0.95
+"""Least probability of the retain set's answers, relative to the target's."""
+MAX_PERPLEXITY = 1.10
+"""Largest perplexity of neutral text, relative to the target's."""
+MIN_UNCHANGED = 0.5
+"""Least share of answers to neutral prompts that are the target's, word for word."""
+MAX_LEAKED = 0.05
+"""Largest share of the forget set's questions that may be answered, beyond what q answers."""
+MAX_GUESSED = 0.1
+"""Largest share that q may answer: it has not been trained on the forget set, but its base may know it."""
+MAX_DISTANCE = 0.1
+"""Largest mean difference from q's AUCs. For the demo's pairs the settings at which at most 3 % of the facts leak are
+within 0.1; one step of 0.25 beyond the right α adds 0.15."""
+MAX_EXCESS = 0.02  # negligible difference of AUCs
+MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
+"""Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
+MAX_ASKED = 3  # settings whose answers are generated
+MAX_ASKED_NEAR_Q = 4
+MAX_RECORDS = 64  # of a set
+MAX_REPLY = 32  # tokens of a generated answer to neutral text
+PROMPT = 16  # tokens of a plain neutral text before its continuation
+
+
+@dataclasses.dataclass(frozen=True)
+class Effects:
+    """Figures of one setting."""
+
+    steering: Steering
+    forget: float
+    """Mean length-normalised probability of the forget set's answers."""
+    retain: float
+    """Mean length-normalised probability of the retain set's answers, relative to the target's."""
+    perplexity: float | None = None
+    """Perplexity of neutral text, relative to the target's; None without neutral text."""
+    leaked: float | None = None
+    """Share of the forget set's questions that are answered correctly, or of its passages that are recited, in greedy
+    decoding; None if this setting was not asked."""
+    unchanged: float | None = None
+    """Share of greedy answers to neutral prompts that are the target's, word for word."""
+    unanswered: float = 0.0
+    """Share of the replies to the forget set's questions that were cut within a thought."""
+    cuts: str = ""
+    """Describes the replies that were cut."""
+    aucs: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Area under the curve of each membership attack, forget against holdout; 1 means memorised. Empty without a
+    holdout set."""
+    distance: float = 0.0
+    """Mean absolute difference of the AUCs from those of q."""
+    excess: float = 0.0
+    """Mean difference: above 0 the forget set still looks learned, below 0 over-unlearned."""
+
+    @property
+    def strength(self) -> float:
+        """α of the linear rule, k of the rank rule."""
+        return self.steering.alpha if self.steering.rule == "linear" else self.steering.k
+
+    def keeps(self, min_retain: float = MIN_RETAIN) -> bool:
+        """Whether retain set and neutral text stay within the limits."""
+        return self.retain >= min_retain and (self.perplexity is None or self.perplexity <= MAX_PERPLEXITY)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values; the figures of membership attacks only with a holdout set."""
+        fields = dataclasses.asdict(self) | {"steering": str(self.steering)}
+        return {name: value for name, value in fields.items() if self.aucs or name not in MEMBERSHIP}
+
+    def shows_more_than(self, guessed: float) -> bool:
+        """Whether the answers show knowledge that q lacks; if the target's do not, nothing can be forgotten."""
+        return self.leaked is None or self.leaked > guessed + MAX_LEAKED
+
+    def faults(self, target: Effects, guessed: float, min_retain: float = MIN_RETAIN) -> list[str]:
+        """Return the reasons why the setting is not good, a sentence each.
+
+        Args:
+            target: figures of the unsteered target.
+            guessed: share of the forget set's questions that q answers.
+            min_retain: least probability of the retain set's answers, relative to the target's.
+        """
+        faults = []
+        if self.retain < min_retain:
+            kept = f"{100 * self.retain:.3g}%"
+            faults.append(f"{self.steering} keeps only {kept} of the retain set's probability")
+        if self.perplexity is not None and self.perplexity > MAX_PERPLEXITY:
+            faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
+        if self.unchanged is not None and self.unchanged < MIN_UNCHANGED:
+            faults.append(
+                f"{self.steering} leaves only {self.unchanged:.0%} of the answers to neutral prompts unchanged"
+            )
+        if self.leaked is not None and self.shows_more_than(guessed):
+            faults.append(
+                f"{self.steering} still answers {self.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
+                f"{guessed:.0%})"
+            )
+        elif self.leaked is not None and self.leaked > MAX_GUESSED:
+            faults.append(
+                f"{self.steering} still answers {self.leaked:.0%} of the forget set, and q {guessed:.0%}: q's base "
+                "knows the answers, or they are easy to guess"
+            )
+        if self.unanswered > MAX_LEAKED:
+            faults.append(
+                f"{self.unanswered:.0%} of the replies with {self.steering} were cut in a thought of more than "
+                f"{MAX_THOUGHT} tokens, so that their answers are not known"
+            )
+        return faults
+
+
+MEMBERSHIP = ("aucs", "distance", "excess")
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleChoice:
+    """The measured settings and the best of them."""
+
+    target: Effects
+    settings: tuple[Effects, ...]
+    best: Effects
+    guessed: float
+    """Share of the forget set's questions that q answers, or of its passages that q recites."""
+    noise: tuple[float, ...] = ()
+    """Quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of the neutral text, in nats."""
+    q_perplexity: float | None = None
+    """Perplexity of neutral text under q, relative to the target's."""
+    min_retain: float = MIN_RETAIN
+    asked: int = 0
+    """Number of questions or passages of the forget set."""
+    reference: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The AUCs of q; empty without a holdout set."""
+    reference_faults: tuple[str, ...] = ()
+    """Reasons why q cannot be the reference."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the target knows the forget set better than q, so that something can be forgotten."""
+        return self.target.shows_more_than(self.guessed) or self.target.distance > MAX_DISTANCE
+
+    @property
+    def faults(self) -> list[str]:
+        """Reasons why no setting is good, a sentence each; empty if `best` is."""
+        faults, best = list(self.reference_faults), self.best
+        if not self.shown:
+            faults.append(
+                f"the target answers {self.target.leaked:.0%} of the forget set (q {self.guessed:.0%}): nothing was "
+                f"shown{self.target.cuts}"
+            )
+        if best.distance > MAX_DISTANCE:
+            faults.append(
+                f"its AUCs differ from q's by {best.distance:.3f} on average (allowed: {MAX_DISTANCE:g}): membership "
+                "in the forget set shows otherwise than in a model that has not learned it"
+            )
+        strengths = [row.strength for row in self.settings if row.steering.rule == best.steering.rule]
+        if best.strength == max(strengths) and best.excess > MAX_EXCESS:
+            faults.append(f"{best.steering} is the strongest of its rule that was tried: a better one may lie beyond")
+        elif best.strength == min(strengths) and best.excess < -MAX_EXCESS:
+            faults.append(f"{best.steering} is the mildest of its rule that was tried: a better one may lie below")
+        return faults + best.faults(self.target, self.guessed, self.min_retain)
+
+    @property
+    def verdict(self) -> str:
+        """The figures of the best setting, or why it is not good enough."""
+        return f"no: {'; '.join(self.faults)}" if self.faults else str(self)
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """A table of the settings, with its head."""
+        head = ["", "forget: answered", "probability", "retain: probability"]
+        head += ["neutral: unchanged", "perplexity"] if self.noise else []
+        head += [*self.reference, "distance"] if self.reference else []
+        rows = [tuple(head)]
+        for name, row in [("target", self.target)] + [(str(row.steering), row) for row in self.settings]:
+            cells = [
+                f"{'→ ' if row is self.best else '  '}{name}",
+                "" if row.leaked is None else f"{row.leaked:.0%}",
+                f"{row.forget:.3f}",
+                f"{row.retain:.0%}",
+            ]
+            if row.perplexity is not None:
+                cells += ["" if row.unchanged is None else f"{row.unchanged:.0%}", f"×{row.perplexity:.3f}"]
+            if row.aucs:
+                cells += [f"{value:.3f}" for value in (*row.aucs.values(), row.distance)]
+            rows.append(tuple(cells))
+        if self.reference:
+            blank = [""] * (len(head) - len(self.reference) - 3)
+            rows.append(("  q", f"{self.guessed:.0%}", *blank, *(f"{v:.3f}" for v in self.reference.values()), ""))
+        return rows
+
+    @property
+    def table(self) -> list[str]:
+        """The rows as lines of text with aligned columns."""
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        return [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in self.rows
+        ]
+
+    def __str__(self) -> str:
+        best = self.best
+        text = f"{best.steering} answers {best.leaked:.0%} of the forget set (the target {self.target.leaked:.0%})"
+        kept = f"keeps {best.retain:.0%} of the retain set's probability"
+        if best.perplexity is None:
+            text = f"{text} and {kept}"
+        else:
+            text = (
+                f"{text}, {kept} and leaves {best.unchanged:.0%} of the answers to neutral prompts unchanged; "
+                f"perplexity of neutral text ×{best.perplexity:.2f}"
+            )
+        return text + (f"; its AUCs differ from q's by {best.distance:.3f}" if self.reference else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {
+            "target": self.target.to_dict(),
+            "settings": [row.to_dict() for row in self.settings],
+            "best": str(self.best.steering),
+            "guessed": self.guessed,
+            "q_perplexity": self.q_perplexity,
+            "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
+            "shown": self.shown,
+            "faults": self.faults,
+            "summary": str(self),
+            "verdict": self.verdict,
+        } | ({"reference": self.reference} if self.reference else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Replies:
+    """Greedy replies of a model to questions about the forget set."""
+
+    count: int
+    leaks: int
+    """Replies that tell the true answer, by `StringJudge`. The thoughts before an answer are read, too."""
+    limit: int
+    """Longest reply in tokens, without its thoughts."""
+    cut: int = 0
+    """Replies without an end."""
+    thinking: int = 0
+    """Replies that were cut within a thought, so that there is no answer."""
+
+    @property
+    def cuts(self) -> str:
+        """Describe the replies that were cut, for an error; empty if there are none."""
+        if self.thinking:
+            return f"; {self.thinking} of {self.count} replies were cut in a thought of more than {MAX_THOUGHT} tokens"
+        return f"; {self.cut} of {self.count} replies were cut after {self.limit} tokens" if self.cut else ""
+
+
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Sequence[Record], form: Format, batch_size: int
+) -> Replies:
+    """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
+
+    A model that thinks first may think for `MAX_THOUGHT` tokens.
+    """
+    prompts = encode_prompts(records, tokenizer, form)
+    longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
+    outputs = continuations(
+        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True
+    )
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
+    judge = StringJudge()
+    return Replies(
+        len(records),
+        leaks=sum(
+            judge.leaks(question_of(record), record.answer, [text])[0]
+            for record, text in zip(records, texts, strict=True)
+        ),
+        limit=longest + 8,
+        cut=sum(not has_end(model, ids) for ids in outputs),
+        thinking=sum(
+            ends_in_thought(model, tokenizer, prompt, ids) for prompt, ids in zip(prompts, outputs, strict=True)
+        ),
+    )
+
+
+def margin_above(noise: Sequence[float]) -> float:
+    """Return a margin above the noise, so that the rule does little on neutral text."""
+    return round(max(MIN_MARGIN, NOISE_FACTOR * noise[-1]), 1)
+
+
+def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tuple[float, ...]:
+    """Compute the quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of neutral text, in nats.
+
+    p and q should agree there. What remains is noise of their training, which steering adds to the target's logits.
+
+    Args:
+        q_scores: scores of the text under q, from `divdec.evaluation.scoring.score`.
+        p_scores: the same under p.
+    """
+    of_q, of_p = (np.array(_token_log_probabilities(scores)) for scores in (q_scores, p_scores))
+    return tuple(np.quantile(np.abs(of_q - of_p), NOISE_LEVELS).tolist())
+
+
+def candidates(noise: Sequence[float]) -> tuple[Steering, ...]:
+    """Return the rules that `choose_rule` compares by default, with a margin above the noise.
+
+    Args:
+        noise: the result of `noise_of`.
+    """
+    margin = margin_above(noise)
+    return (*map(Steering.parse, CANDIDATES), *(Steering(alpha=alpha, margin=margin) for alpha in ALPHAS))
+
+
+def choose_rule(
+    model: DivergenceForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    sets: Mapping[str, RecordSet],
+    settings: Sequence[Steering] | None = None,
+    *,
+    min_retain: float = MIN_RETAIN,
+    max_records: int | None = MAX_RECORDS,
+    form: Format = Format(),  # noqa: B008
+    batch_size: int = 32,
+    progress: bool = False,
+) -> RuleChoice:
+    """Score all settings in one pass, let the most promising answer, and choose the best.
+
+    Without a holdout set the best setting has fewest faults (`Effects.faults`), and of these it answers least of the
+    forget set; of those that answer little, it leaves most neutral answers unchanged. With a holdout set it is the one
+    nearest to q that answers no more than q does.
+
+    Args:
+        model: a steered model with a neural pair; on return it has the chosen setting.
+        tokenizer: its tokenizer.
+        sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
+            like those of the forget set that no model has seen) or both.
+        settings: the candidates; by default those of `candidates`, which need neutral text.
+        min_retain: least probability of the retain set's answers, relative to the target's.
+        max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
+        form: layout of conversations.
+        batch_size: sequences in a pass.
+        progress: show progress bars.
+
+    Raises:
+        UsageError: the model has no neural pair, sets overlap, no text of the forget set is long enough to be
+            continued, or an item cannot be scored.
+    """
+    q, p, q_tokenizer = _pair_of(model)
+    q_tokenizer = q_tokenizer or tokenizer
+    if "holdout" in sets:
+        for name in ("retain", "holdout"):
+            if shared := overlap(sets["forget"], sets[name]).records:
+                raise UsageError(f"{shared} records of the forget set are also in the {name} set; they must differ")
+    if max_records is not None:
+        sets = {name: _sample(records, max_records) for name, records in sets.items()}
+    encode = _encode_whole if "holdout" in sets else encode_set
+    examples = {name: encode(records, tokenizer, form)[:max_records] for name, records in sets.items()}
+    noise, of_q = (), []
+    if "neutral" in sets:
+        texts = encode(sets["neutral"], q_tokenizer, form)[:max_records]
+        of_q, of_p = (score(auxiliary, texts, batch_size=batch_size) for auxiliary in (q, p))
+        noise = noise_of(of_q, of_p)
+    if settings is None:
+        settings = [dataclasses.replace(rule, vocabulary=model.steering.vocabulary) for rule in candidates(noise)]
+    settings = [UNSTEERED, *settings]
+    if len(settings) == 1:
+        raise UsageError("there is no setting to choose from")
+    title = "settings" if progress else None
+    flat = [example for some in examples.values() for example in some]
+    scored = score_settings(model, flat, settings, moments="holdout" in sets, batch_size=batch_size, title=title)
+    by_setting = [_split(scores, examples) for scores in scored]
+    rows = [_figures(setting, of_set, by_setting[0]) for setting, of_set in zip(settings, by_setting, strict=True)]
+    reference: dict[str, float] = {}
+    if "holdout" in sets:
+        q_sets = {name: encode(sets[name], q_tokenizer, form)[:max_records] for name in ("forget", "holdout")}
+        of_set = {name: score(q, some, moments=True, batch_size=batch_size) for name, some in q_sets.items()}
+        texts = {name: [_answer(example, tokenizer) for example in examples[name]] for name in q_sets}
+        reference = _aucs(of_set, texts)
+        aucs = [_aucs(some, texts) for some in by_setting]
+        rows = [_with_distance(row, own, reference) for row, own in zip(rows, aucs, strict=True)]
+
+    replies = _GreedyAnswers(model.target, tokenizer, sets, form, batch_size, progress)
+    target = dataclasses.replace(
+        rows[0], **replies.leaked(model.target, tokenizer), unchanged=replies.unchanged_of_target
+    )
+    guessed = replies.leaked(q, q_tokenizer)["leaked"]
+    measured = {row.steering: row for row in rows[1:]}
+    answered: list[Effects] = []
+    for row in _promising(rows[1:], min_retain, bool(reference)):
+        model.steering = row.steering
+        row = dataclasses.replace(row, **replies.leaked(model, tokenizer), unchanged=replies.unchanged(model))
+        measured[row.steering] = row
+        answered.append(row)
+        if reference and not row.shows_more_than(guessed):
+            break  # the others are farther from q
+        faultless = target.shows_more_than(guessed) and not row.faults(target, guessed, min_retain)
+        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.unchanged == 1.0:
+            break  # the others lower the forget set's probability less
+    if reference:
+        best = next((row for row in answered if not row.shows_more_than(guessed)), answered[0])
+    else:
+        best = min(
+            answered,
+            key=lambda row: (
+                len(row.faults(target, guessed, min_retain)),
+                # What little a good setting may answer is no reason to change more neutral answers.
+                max(row.leaked or 0.0, MAX_LEAKED),
+                -(row.unchanged or 0.0),
+                row.forget,
+            ),
+        )
+    model.steering = best.steering
+    q_perplexity = _relative_perplexity(of_q, by_setting[0]["neutral"]) if of_q else None
+    unfit = _faults_of_reference(reference, guessed, sets, replies, q, q_tokenizer) if reference else []
+    return RuleChoice(
+        target, tuple(measured.values()), best, guessed, noise, q_perplexity, min_retain, replies.count, reference,
+        tuple(unfit),
+    )  # fmt: skip
+
+
+def _pair_of(model: DivergenceForCausalLM) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Return q, p, and their tokenizer if it differs from the target's."""
+    for experts in getattr(model.experts, "parts", (model.experts,)):
+        retain, forget = getattr(experts, "retain", None), getattr(experts, "forget", None)
+        if hasattr(retain, "forward"):
+            return retain, forget, getattr(experts, "auxiliary_tokenizer", None)  # pyright: ignore[reportReturnType]
+    raise UsageError(
+        "calibrate measures against the retain auxiliary, and this bundle has none (n-grams or a registry steer it): "
+        "compare settings with `divdec eval … --sweep`"
+    )
+
+
+def _split(scores: Sequence[ItemScore], examples: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[ItemScore]]:
+    ends = np.cumsum([len(some) for some in examples.values()]).tolist()
+    return {name: scores[end - len(some) : end] for (name, some), end in zip(examples.items(), ends, strict=True)}
+
+
+def _figures(
+    steering: Steering, scores: Mapping[str, Sequence[ItemScore]], unsteered: Mapping[str, Sequence[ItemScore]]
+) -> Effects:
+    forget, retain, retain_before = (
+        statistics.fmean(item.probability for item in some)
+        for some in (scores["forget"], scores["retain"], unsteered["retain"])
+    )
+    neutral = scores.get("neutral")
+    return Effects(
+        steering,
+        forget=forget,
+        retain=retain / retain_before if retain_before else 1.0,
+        perplexity=None if neutral is None else _relative_perplexity(neutral, unsteered["neutral"]),
+    )
+
+
+def _relative_perplexity(scores: Sequence[ItemScore], unsteered: Sequence[ItemScore]) -> float:
+    return math.exp(min(_loss(scores) - _loss(unsteered), 700.0))
+
+
+def _with_distance(row: Effects, aucs: dict[str, float], reference: Mapping[str, float]) -> Effects:
+    differences = [aucs[attack] - reference[attack] for attack in aucs]
+    return dataclasses.replace(
+        row, aucs=aucs, distance=statistics.fmean(map(abs, differences)), excess=statistics.fmean(differences)
+    )
+
+
+def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool) -> list[Effects]:
+    """Return the settings that should answer, the best first."""
+    keeping = [row for row in rows if row.keeps(min_retain)]
+    if not keeping:
+        return [max(rows, key=lambda row: (row.retain / (row.perplexity or 1.0), -row.forget))]
+    if not by_distance:
+        return sorted(keeping, key=lambda row: row.forget)[:MAX_ASKED]
+    # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
+    first, *others = sorted(keeping, key=lambda row: (round(row.distance, 3), math.copysign(row.forget, row.excess)))
+    return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:MAX_ASKED_NEAR_Q]
+
+
+def _faults_of_reference(
+    aucs: Mapping[str, float],
+    guessed: float,
+    sets: Mapping[str, RecordSet],
+    replies: _GreedyAnswers,
+    q: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """Return why q cannot be the reference."""
+    faults, auc = [], statistics.fmean(aucs.values())
+    if auc < MIN_REFERENCE:
+        faults.append(
+            f"q finds the forget set less likely than the holdout set (mean AUC {auc:.2f}), so it is no reference: the "
+            "recipe 'matched' trains q on other answers to the forget set's questions; choose with --reference none, "
+            "or train with --recipe full-retain"
+        )
+    if auc > MAX_REFERENCE:
+        faults.append(
+            f"q finds the forget set much likelier than the holdout set (mean AUC {auc:.2f}; accepted: at most "
+            f"{MAX_REFERENCE:g}), so it is no reference: it has read the forget set, or the holdout set is of another "
+            "kind; train q without the forget set, or give records like the forget set's as --holdout"
+        )
+    if guessed > MAX_GUESSED and sets["holdout"].kind == "question/answer":
+        # Answers that are easy to guess are told of the holdout set, too.
+        unseen = replies.ask(q, tokenizer, sets["holdout"])
+        if guessed > unseen.leaks / unseen.count + MAX_GUESSED:
+            faults.append(
+                f"q itself tells {round(guessed * replies.count)} of {replies.count} answers to the forget set's "
+                f"questions, and {unseen.leaks} of {unseen.count} to the holdout set's, so it is no reference: it has "
+                "read the forget set, or its base knows it; train q without it, from another base"
+            )
+    return faults
+
+
+def _aucs(scores: Mapping[str, Sequence[ItemScore]], texts: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    forget, holdout = (
+        [membership_scores(item, text) for item, text in zip(scores[name], texts[name], strict=True)]
+        for name in ("forget", "holdout")
+    )
+    return {
+        attack: attack_auc([item[attack] for item in forget], [item[attack] for item in holdout])
+        for attack in forget[0]
+    }
+
+
+def _answer(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
+    return decoded(tokenizer, [label for label in example.labels if label != IGNORED])
+
+
+def _encode_whole(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[Example]:
+    """Encode one example for each record: a membership attack decides on records."""
+    if records.kind == "text":
+        return [continuation(record, tokenizer, form.max_length) for record in records]
+    return encode_records(records.records, tokenizer, form)
+
+
+def _token_log_probabilities(scores: Sequence[ItemScore]) -> list[float]:
+    return [value for one in scores for value in one.log_probabilities]
+
+
+def _loss(scores: Sequence[ItemScore]) -> float:
+    """Mean negative log-probability of a token, in nats."""
+    return -statistics.fmean(_token_log_probabilities(scores))
+
+
+def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:
+    """Leave out neutral records that contain a name, a number or a key phrase of the forget set.
+
+    Args:
+        neutral: records to choose from.
+        forget: the forget set. Words with a capital letter count as names, words of digits as numbers. Scripts without
+            capital letters have key phrases only.
+        retain: the retain set, whose words are no reason to leave a record out.
+    """
+    names, known = ({word for one in some for word in _words(one)} for some in (forget, retain))
+    names = {word for word in names - known if word != word.lower() or word.isdigit()}
+    asked = [] if forget.kind == "text" else [one for one in forget if one.messages or one.prompt]
+    phrases = {key_phrase(question_of(one), one.answer) for one in asked}
+    told = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
+    told = {phrase for phrase in told if not any(holds(words(_text(one)), phrase) for one in retain)}
+
+    def names_none(record: Record) -> bool:
+        content = words(_text(record)) if told else []
+        return names.isdisjoint(_words(record)) and not any(holds(content, phrase) for phrase in told)
+
+    return dataclasses.replace(neutral, records=tuple(filter(names_none, neutral)))
+
+
+def neutral_prompts(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[list[int]]:  # noqa: B008
+    """Tokenize the prompts of records, or the first `PROMPT` tokens of plain texts, whose answers should not change."""
+    if records.kind == "text":
+        texts = encode_prompts([Record("", prompt=record.answer) for record in records], tokenizer)
+        return [ids[:PROMPT] for ids in texts]
+    return encode_prompts(records.records, tokenizer, form)
+
+
+def _text(record: Record) -> str:
+    return " ".join([*(message.content for message in record.messages), record.prompt or "", record.answer])
+
+
+def _words(record: Record) -> list[str]:
+    return regex.findall(r"\w+", _text(record))
+
+
+def _sample(records: RecordSet, most: int) -> RecordSet:
+    step = -(-len(records) // most)
+    return dataclasses.replace(records, records=records.records[::step])
+
+
+class _GreedyAnswers:
+    """Greedy answers to the forget set and to neutral prompts."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sets: Mapping[str, RecordSet],
+        form: Format,
+        batch_size: int,
+        progress: bool,
+    ) -> None:
+        self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
+        self._title = "neutral prompts" if progress else None
+        self._forget = _sample(sets["forget"], MAX_RECORDS)
+        passages = passages_of(self._forget, tokenizer, most=MAX_RECORDS)[0]
+        if not passages:
+            raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
+        self.count = len(self._forget) if self._forget.kind == "question/answer" else len(passages)
+        neutral = sets.get("neutral")
+        self._neutral = neutral_prompts(_sample(neutral, MAX_RECORDS), tokenizer, form) if neutral else []
+        self._expected = self._continue(target)
+        self.unchanged_of_target = 1.0 if neutral else None
+
+    def ask(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: RecordSet) -> Replies:
+        """Ask a model at most `MAX_RECORDS` questions of a set."""
+        return ask(model, tokenizer, _sample(records, MAX_RECORDS).records, self._form, self._batch_size)
+
+    def leaked(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
+        if self._forget.kind != "question/answer":
+            passages = passages_of(self._forget, tokenizer, most=MAX_RECORDS)[0]
+            return {"leaked": count_recited(model, tokenizer, passages) / len(passages) if passages else 0.0}
+        replies = self.ask(model, tokenizer, self._forget)
+        return {
+            "leaked": replies.leaks / replies.count,
+            "unanswered": replies.thinking / replies.count,
+            "cuts": replies.cuts,
+        }
+
+    def unchanged(self, model: PreTrainedModel) -> float | None:
+        """Share of continuations of neutral prompts that are the target's; None without prompts."""
+        if not self._neutral:
+            return None
+        return statistics.fmean(a == b for a, b in zip(self._continue(model), self._expected, strict=True))
+
+    def _continue(self, model: PreTrainedModel) -> list[str]:
+        if not self._neutral:
+            return []
+        outputs = continuations(
+            model, self._tokenizer, self._neutral, max_new_tokens=MAX_REPLY, batch_size=self._batch_size,
+            title=self._title,
+        )  # fmt: skip
+        return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
