@@ -1,14 +1,16 @@
 """Forget facts with a real target and its small sibling: noise of the pair, and every form of the rules on it.
 
-For each kind of facts, seed and recipe a pair is trained; then the logits of target, q and p along the target's own
-greedy answers are steered by every form (teacher-forced). Each result is a JSON file, and a second call goes on where
-the first was stopped.
+For each kind of facts, seed and recipe `divdec train` makes a bundle; then the logits of target, q and p along the
+target's own greedy answers are steered by every form (teacher-forced), and the bundle answers all questions with a few
+rules (generated). Each result is a JSON file, and a second call goes on where the first was stopped.
 
     python -m benchmarks.training.real_pair --models FOLDER --output runs/real-pair [--seeds 0 1 2] [--recipes lora]
 
-Columns: the share of answers whose key phrase is still the first choice (forget, in the trained wordings and in others;
-retain; facts in neither set), the share of answers to neutral prompts without a changed token, and KL(steered ‖ target)
-a token of them, which a hard mask leaves finite. Noise: |log q − log p| at the tokens of the neutral answers, in nats.
+Columns: the share of answers whose key phrase is still the first choice, or of generated answers that contain it
+(forget, in the trained wordings and in others; retain; facts in neither set), and the share of answers to neutral
+prompts without a changed token. Teacher-forced, also KL(steered ‖ target) a token of them, which a hard mask leaves
+finite. Generated answers are the stricter test: a model that may not say "Rome" may say "**Rome**".
+Noise: |log q − log p| at the tokens of the neutral answers, in nats.
 """
 
 import argparse
@@ -28,7 +30,9 @@ from divdec.demo.facts import KINDS, NEUTRAL, known_facts, split
 from divdec.errors import UsageError
 from divdec.evaluation.choice import NOISE_LEVELS
 from divdec.evaluation.generation import continuations
+from divdec.evaluation.phrases import holds, words
 from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
+from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import file_sha256, write_json
 from divdec.steering import Steering
 from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
@@ -41,6 +45,7 @@ RECIPES = {
     "lora-6": {"lora_rank": 16, "lr": 3e-4, "epochs": 6.0},
     "all": {"lr": 2e-5, "epochs": 4.0},
 }
+GENERATED = ("linear:1.5", "linear:1.5:3", "rank:20", "rank:20:3")
 MARGINS = (1.0, 2.0, 3.0, 5.0)
 ALPHAS, MARGIN_ALPHAS = (0.5, 1.0, 1.5), (1.0, 1.5)
 
@@ -200,10 +205,48 @@ def measure(rows, models, tokenizer, batch_size=8):
     }
 
 
+def generate(rows, bundle, tokenizer):
+    """Let target and bundle answer all questions, and return the columns of each rule, and the answers."""
+    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    answers, table = {}, {}
+    for rule in ("target", str(model.steering), *GENERATED):
+        if rule in answers:
+            continue
+        if rule != "target":
+            model.steering = rule
+        answers[rule], table[rule] = {}, {}
+        for name in sets:
+            asked = [row for row in rows if row["set"] == name]
+            length = NEUTRAL_ANSWER if name == "neutral" else ANSWER
+            outputs = continuations(
+                model.target if rule == "target" else model, tokenizer, [row["prompt"] for row in asked],
+                max_new_tokens=length, batch_size=32, title=f"{rule}, {name}",
+            )  # fmt: skip
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+            if name == "neutral":
+                same = [text == other for text, other in zip(texts, answers["target"].get(name, texts), strict=True)]
+            else:
+                same = [
+                    holds(words(text), words(phrase_of(row, tokenizer))) for text, row in zip(texts, asked, strict=True)
+                ]
+            answers[rule][name], table[rule][name] = texts, sum(same) / len(same)
+    return {"generated": table, "answers": answers}
+
+
+def phrase_of(row, tokenizer):
+    return tokenizer.decode([row["answer"][position] for position in row["positions"]])
+
+
 def print_table(result):
     print(f"{result['kind']}, seed {result['seed']}, {result['recipe']}: noise (50, 90, 99 %)", result["noise"])
-    for name, row in result["forms"].items():
-        print(f"{name:40}", *(f"{row[column]:9.3f}" for column in row))
+    for kind in ("forms", "generated"):
+        print(
+            f"{'teacher-forced' if kind == 'forms' else 'generated':40}",
+            *(f"{name:>9}" for name in result["forms"]["unsteered"]),
+        )
+        for name, row in result[kind].items():
+            print(f"{name:40}", *(f"{row[column]:9.3f}" for column in row))
 
 
 def main(arguments=None):
@@ -256,17 +299,19 @@ def measure_recipe(folders, answers, kind, seed, recipe, output, result, names):
         base=str(folders[1]), target=str(folders[0]), forget=f"{stem}-forget.jsonl", retain=f"{stem}-retain.jsonl",
         output=str(pair), seed=seed, overwrite=True, **RECIPES[recipe],
     )  # fmt: skip
-    trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True), measure=False)
+    trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
     tokenizer = load_tokenizer(folders[0])
     paths = [folders[0], pair / RETAIN, pair / FORGET]
     models = [load_model(path, dtype=dtype_for_passes()).eval() for path in paths]
     measured = measure(content["rows"], models, tokenizer)
+    del models
+    measured |= generate(content["rows"], pair / "bundle", tokenizer)
     figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
     content = {
         "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],
         "models": [Path(name).name for name in names], "answers_sha256": file_sha256(answers),
-        "training_seconds": figures, **measured,
+        "training_seconds": figures, "effects": trained["effects"], **measured,
     }  # fmt: skip
     write_json(result, content)
 
