@@ -207,7 +207,7 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
     differences, entries, strength = opened.differences(), opened.entries(), opened.strength
     measured = [entry for entry in entries if entry.measured is not None and entry.measured["passages"]]
     shown = [entry for entry in measured if (entry.measured or {})["recited_before"]]
-    lines = ["the registry is whole"]
+    lines = ["registry intact"]
     if entries:
         weakest = max(differences, key=lambda name: differences[name])
         lines += [
