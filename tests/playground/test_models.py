@@ -7,10 +7,10 @@ import torch
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError
 from divdec.playground.models import (
-    MAX_ALPHA,
     MAX_ALTERNATIVES,
-    MIN_ALPHA,
+    MAX_SLIDER_ALPHA,
     MIN_LOSS,
+    MIN_SLIDER_ALPHA,
     ChatOptions,
     SteeredModel,
     SteeringControls,
@@ -178,7 +178,7 @@ CONTROLS = SteeringControls(Steering(alpha=1.5), eligible_size=500)
 
 
 @pytest.mark.parametrize(
-    "alpha", [0, 0.0, -0.0, -1, 1e-9, MIN_ALPHA / 2, math.nan, math.inf, MAX_ALPHA + 1, None, "1", True]
+    "alpha", [0, 0.0, -0.0, -1, 1e-9, MIN_SLIDER_ALPHA / 2, math.nan, math.inf, MAX_SLIDER_ALPHA + 1, None, "1", True]
 )
 def test_zero_or_non_numeric_strength_is_rejected(alpha):
     with pytest.raises(UsageError, match="strength is"):

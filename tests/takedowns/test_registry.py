@@ -802,7 +802,7 @@ def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
     following = ids[0, 7]
     assert model(ids).logits[0, 6, following] < before[0, 6, following] - 2.5
     assert "1 request in force, at strength 10" in here("list", registry)
-    assert "whole" in here("verify", registry)
+    assert "intact" in here("verify", registry)
     in_another_process("remove", registry, "--id", "x")
     assert torch.equal(model(ids).logits, before)
     assert "remove" in here("list", registry, "--history")
