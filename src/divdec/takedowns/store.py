@@ -30,7 +30,7 @@ from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256
 from divdec.takedowns.counts import PackedCounts
 
-DATABASE, FORMAT = "registry.db", "divdec registry 4"
+DATABASE, FORMAT = "registry.db", "divdec registry 5"
 RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
 KEY_FILE, ENVIRONMENT = "secret.key", "DIVDEC_REGISTRY_KEY"
 KEY_BYTES, NONCE_BYTES = 32, 12  # of AES-256-GCM
