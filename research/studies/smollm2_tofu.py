@@ -41,10 +41,10 @@ from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
 from divdec_research.baselines.methods import REFERENCES, TITLES
-from divdec_research.charts import markdown_table
 from divdec_research.compare.benchmark import spread
 from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
+from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
 
 

@@ -419,7 +419,8 @@ def comparison(folder):
     ]  # fmt: skip
     leaks = {"target": {"1": 0.5, "10": 0.9}, "linear": {"1": 0.0, "10": 0.1}}
     write_json(
-        folder / "comparison.json", {"best": grid[:3], "grid": grid, "leaks": leaks, "variant": "openunlearning"}
+        folder / "comparison.json",
+        {"best": grid[:3], "grid": grid, "leaks": leaks, "suite": "tofu", "variant": "openunlearning"},
     )
 
 

@@ -179,7 +179,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("grid"), list):
         raise UsageError(f"{source.path} is not a comparison of `divdec compare`")
-    suite = content.get("suite", "tofu")  # earlier versions compared on TOFU alone
+    suite = content["suite"]
     recorded = content.get("variant")
     if suite == "tofu" and recorded != variant:
         raise UsageError(f"{source.path} holds aggregates of the variant {recorded}; give --variant {recorded}")
