@@ -32,7 +32,6 @@ from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_config, load_tokenizer
 from divdec.runs import output_folder, read_json, write_json
@@ -46,6 +45,7 @@ from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
+from divdec_research.suites.results import read_results
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,10 +48,10 @@ def score(
         scoring: how aggregates are computed.
         printing: format of the table.
     """
-    from divdec.evaluation.results import read_results
     from divdec_research.report.scores import Entry, Scorer
     from divdec_research.report.tables import print_latex, print_scores, score_json
     from divdec_research.suites.aggregate import UTILITY, Bootstrap
+    from divdec_research.suites.results import read_results
 
     if printing.json and latex:
         raise UsageError("give --json or --latex, not both")

@@ -178,9 +178,10 @@ def sizes(request: FigureRequest) -> FigureResult:
     for axes, (name, title, label, lines) in zip(grid, panels, strict=False):
         for rule, own in lines.items():
             series_style = BY_NAME[rule]
-            points = [(one.size, one.values[name] or 0.0) for one in own]
+            points = [(one.size or 0.0, one.values[name] or 0.0) for one in own]
             if points:
-                draw_line(axes, *zip(*points, strict=True), series_style, markersize=6.5, label=f"{rule} rule")
+                sizes_of, values = zip(*points, strict=True)
+                draw_line(axes, sizes_of, values, series_style, markersize=6.5, label=f"{rule} rule")
             others = {one.size: one.values[name] or 0.0 for key in lines if key != rule for one in lines[key]}
             for one, (size, value) in zip(own, points, strict=True):
                 bars_of = error_bars(value, one.intervals.get(name))
@@ -377,7 +378,8 @@ def _draw_sweeps(axes: Axes, sweeps: Sequence[list[MethodResult]], name: str) ->
                     x, value, yerr=error_bars(value, one.intervals.get(name)), fmt="none", ecolor=series_style.colour,
                     elinewidth=1.2,
                 )  # fmt: skip
-            draw_line(own_axes, *zip(*points, strict=True), series_style, linewidth=1.6)
+            strengths, values = zip(*points, strict=True)
+            draw_line(own_axes, strengths, values, series_style, linewidth=1.6)
         if rule == "rank":
             log_ticks(own_axes, sorted({one.strength or 0.0 for sweep in families for one in sweep}))
         colour = BY_NAME[rule].colour
