@@ -64,7 +64,7 @@ from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
 from divdec.takedowns.correction import with_registry
 from divdec.takedowns.registry import Registry
-from divdec_research.charts import markdown_table
+from divdec_research.report.tables import markdown_table
 
 
 def suppression(demo, rule=None):

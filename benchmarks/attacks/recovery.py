@@ -59,10 +59,10 @@ from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from divdec_research.baselines.methods import REFERENCES as REFERENCE_METHODS
 from divdec_research.baselines.methods import TITLES
-from divdec_research.charts import markdown_table
 from divdec_research.compare.benchmark import Benchmark, load_benchmarks, spread
 from divdec_research.compare.run import build_model, load_trial
 from divdec_research.compare.settings import CompareSettings, Trial
+from divdec_research.report.tables import markdown_table
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import (
     CITIES,

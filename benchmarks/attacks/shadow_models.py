@@ -39,9 +39,9 @@ from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 from divdec.runs import cache_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec_research.baselines.methods import REFERENCES, TITLES
-from divdec_research.charts import markdown_table
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.settings import CompareSettings, Trial, trials_of
+from divdec_research.report.tables import markdown_table
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world
 from divdec_research.world.models import StageCache, encode_material

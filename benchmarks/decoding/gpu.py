@@ -44,7 +44,7 @@ from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, read_json, write_json, write_text
 from divdec.sampling import Verdict, verify_greedy
-from divdec_research.charts import markdown_table
+from divdec_research.report.tables import markdown_table
 
 END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
 OVERLAP = "steered, overlap"

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 
 from divdec.bridge.pair import BridgedPair
 from divdec.data.formatting import documents
-from divdec.evaluation.results import Results, read_results, write_results
+from divdec.evaluation.results import Results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair, StupidBackoff
@@ -36,6 +36,7 @@ from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import TofuComparison
 from divdec_research.compare.table import TEST, VALIDATION, SeedResult, best_of, summarize
 from divdec_research.suites.aggregate import ATTACKS, Bootstrap
+from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import TofuData, evaluate_tofu
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from divdec.model.checkpoint import load_tokenizer
-from divdec_research.charts import markdown_table
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.run import MODEL, load_trial, read_trial, run_trial
 from divdec_research.compare.settings import CompareSettings, Trial
 from divdec_research.compare.table import SeedResult, summarize
+from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world

@@ -44,7 +44,7 @@ from divdec.training.distillation import distill
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
-from divdec_research.charts import markdown_table
+from divdec_research.report.tables import markdown_table
 
 RATE, EPOCHS, DIRECTION = 1e-4, 10.0, "student-teacher"
 RATES = 5e-5, 1e-4, 2e-4

@@ -46,10 +46,10 @@ from divdec.training.settings import DistillationSettings
 from divdec_research.baselines.methods import METHODS as BASELINES
 from divdec_research.baselines.run import MODEL, run_baseline
 from divdec_research.baselines.settings import BaselineSettings
-from divdec_research.charts import markdown_table
 from divdec_research.compare.benchmark import TOFU_SMALL
 from divdec_research.compare.muse_news import passages
 from divdec_research.figures.runs import distance_figure
+from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import WorldSettings, build_world

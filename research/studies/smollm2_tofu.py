@@ -32,7 +32,6 @@ from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_config, load_tokenizer
 from divdec.runs import output_folder, read_json, write_json
@@ -41,11 +40,12 @@ from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
 from divdec_research.baselines.methods import REFERENCES, TITLES
-from divdec_research.charts import markdown_table
 from divdec_research.compare.benchmark import spread
 from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
+from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
+from divdec_research.suites.results import read_results
 
 
 @dataclasses.dataclass(frozen=True)

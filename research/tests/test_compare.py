@@ -15,7 +15,7 @@ from rich.console import Console
 from divdec import UsageError, write_bundle
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records, record_set
-from divdec.evaluation.results import Results, read_results
+from divdec.evaluation.results import Results
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
 from divdec_research.baselines.methods import METHODS, TITLES
@@ -36,6 +36,7 @@ from divdec_research.compare.table import (
 )
 from divdec_research.suites import tofu
 from divdec_research.suites.aggregate import Bootstrap
+from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import TofuData
 from divdec_research.world.facts import WorldSettings, build_world, write_tofu
 from divdec_research.world.models import Shape, new_model

@@ -496,7 +496,7 @@ def test_only_model_trained_on_secret_leaks(trained, tokenizer, asked, tmp_path)
     assert item["truth"] == asked[0].answer
     assert item["attempts"][item["first_leak"]]["leaked"]
     assert leaky.figures["leak@1-attack"] == statistics.fmean(leaky.scores("leak@1-attack", "score"))
-    write_results(leaky, tmp_path, openunlearning=True)
+    write_results(leaky, tmp_path)
     assert read_results(tmp_path) == leaky
 
     options = {"n": 6, "temperature": 0.3, "seed": 1, "max_new_tokens": 32}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
-from divdec.evaluation.results import read_results
 from divdec.evaluation.run import _model_runs, parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites import tofu as tofu_suite
+from divdec_research.suites.results import read_results
 from divdec_research.suites.settings import TofuSettings
 
 

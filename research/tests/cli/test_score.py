@@ -261,7 +261,8 @@ class TestOutput:
         assert [content["name"] for content in json.loads(capsys.readouterr().out)] == ["full01", "dd1_01"]
 
     def test_scores_of_divdec_written_results_match_oracle(self, oracle, references, tmp_path, capsys):
-        from divdec.evaluation.results import read_results, write_results
+        from divdec.evaluation.results import write_results
+        from divdec_research.suites.results import read_results
 
         (tmp_path / "ours").mkdir()
         write_results(read_results(oracle / "rank20_01"), tmp_path / "ours")

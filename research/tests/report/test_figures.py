@@ -14,7 +14,7 @@ from PIL import Image
 import divdec_research.figures.benchmarks
 import divdec_research.figures.runs  # noqa: F401  # both register their figures
 from divdec import UsageError
-from divdec.evaluation.results import Results, identify, write_results
+from divdec.evaluation.results import Results, write_results
 from divdec.report.style import (
     BY_NAME,
     RETRAIN,
@@ -32,6 +32,7 @@ from divdec_research.figures.registry import FIGURES, FigureRequest, Source
 from divdec_research.figures.results import best_settings, load_results
 from divdec_research.gradient_depth import LayerDepth
 from divdec_research.report.gradient_depth import write_depth
+from divdec_research.suites.results import identify
 
 DOCS = Path(__file__).parents[3] / "docs"
 DUBLIN = "{http://purl.org/dc/elements/1.1/}"
@@ -419,7 +420,8 @@ def comparison(folder):
     ]  # fmt: skip
     leaks = {"target": {"1": 0.5, "10": 0.9}, "linear": {"1": 0.0, "10": 0.1}}
     write_json(
-        folder / "comparison.json", {"best": grid[:3], "grid": grid, "leaks": leaks, "variant": "openunlearning"}
+        folder / "comparison.json",
+        {"best": grid[:3], "grid": grid, "leaks": leaks, "suite": "tofu", "variant": "openunlearning"},
     )
 
 

@@ -12,12 +12,13 @@ import pytest
 
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import attack_auc
-from divdec.evaluation.results import Results, find_results, identify, read_results, write_results
+from divdec.evaluation.results import Results, write_results
 from divdec_research.report.charts import shortened
 from divdec_research.report.page import build_report, write_report
 from divdec_research.report.scores import MEASURES, best_index, best_results, collect
 from divdec_research.report.sections import question_of, roc_points
 from divdec_research.suites.aggregate import Bootstrap
+from divdec_research.suites.results import find_results, identify, read_results
 
 FEW = Bootstrap(draws=50)
 

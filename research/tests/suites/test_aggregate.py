@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.errors import UsageError
-from divdec.evaluation.results import Results, read_results
+from divdec.evaluation.results import Results
 from divdec_research.suites.aggregate import (
     ATTACKS,
     FLUENCY,
@@ -26,6 +26,7 @@ from divdec_research.suites.aggregate import (
     tofu_figures,
     utility,
 )
+from divdec_research.suites.results import read_results
 
 share = st.floats(0, 1)
 FIGURES = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import attack_auc
-from divdec.evaluation.results import Results, numbered, read_results
+from divdec.evaluation.results import Results, numbered
 from divdec_research.suites.aggregate import (
     FLUENCY,
     PROB_MEAN,
@@ -23,6 +23,7 @@ from divdec_research.suites.aggregate import (
     needed,
     tofu_figures,
 )
+from divdec_research.suites.results import read_results
 
 NAMES = tuple({name: None for variant in VARIANTS for names in needed(variant).values() for name in names})
 

@@ -9,10 +9,10 @@ import torch
 from divdec import UsageError
 from divdec.data.records import Message, Record
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec_research.suites.muse import continuation, evaluate_muse, read_muse
+from divdec_research.suites.results import read_results
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.results import Results, read_results
+from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec_research.suites import tofu
 from divdec_research.suites.fluency import Fluency
+from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import evaluate_tofu, read_tofu
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}

@@ -9,12 +9,12 @@ import pytest
 
 from divdec import DivergenceForCausalLM
 from divdec.data.records import read_records
-from divdec.evaluation.results import read_results
 from divdec.model.checkpoint import load_config
 from divdec.runs import locked_folder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.suites.aggregate import aggregate
+from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import read_tofu
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world, write_tofu

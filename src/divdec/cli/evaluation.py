@@ -58,25 +58,23 @@ def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool
 
     quiet()
     with sharded():
-        results = evaluate(settings, read(), device_map(settings.device), report=loading.report)
+        suite = read()
+        results = evaluate(settings, suite, device_map(settings.device), report=loading.report)
         if not is_main():
             return
     if printing.json:
         for result in results:
             print(json.dumps({"name": result.name, **result.about, "figures": result.figures}))
         return
-    _print_figures(results, settings, all_figures)
+    _print_figures(results, suite.headlines(results[0]), settings, all_figures)
 
 
-def _print_figures(results: list[Results], settings: EvalSettings, all_figures: bool) -> None:
+def _print_figures(results: list[Results], arrows: dict[str, str], settings: EvalSettings, all_figures: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from divdec.evaluation.results import headlines
-
     console = Console(width=max(Console().width, 80))
     names = sorted({name for result in results for name in result.figures if "." not in name})
-    arrows = headlines(results[0])
     shown = [name for name in arrows if name in names]
     if all_figures or not shown:
         shown = names

@@ -24,7 +24,7 @@ from divdec.evaluation.generation import continuations, ends_in_thought, is_main
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge
 from divdec.evaluation.phrases import key_phrase
 from divdec.evaluation.questions import QuestionFormat, question_of
-from divdec.evaluation.results import Results, numbered
+from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import LeakSettings
 
@@ -275,6 +275,18 @@ class LeakSuite:
                 _merge(results, new)
                 save(earlier)
         return earlier
+
+    def write(self, results: Results, folder: Path) -> None:
+        """See `Suite.write`."""
+        write_results(results, folder)
+
+    def headlines(self, results: Results) -> dict[str, str]:
+        """Return leak@k for its smallest and its largest k; see `Suite.headlines`."""
+        chosen = {}
+        for kind in ("attack", "sample"):
+            metrics = [name for name in results.figures if name.startswith("leak@") and name.endswith(f"-{kind}")]
+            chosen |= dict.fromkeys((*metrics[:1], *metrics[-1:]), "↓")
+        return chosen
 
     def _prompts(self) -> list[list[str]]:
         settings, questions = self.settings, [(question_of(record), record.answer) for record in self.records]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, number_of_processes, on_main
-from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results, write_results
+from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
 from divdec.model.bundle import is_bundle, read_config
@@ -67,6 +67,14 @@ class Suite(Protocol):
         """Add the figures that are missing in earlier results, and save after each stage."""
         ...
 
+    def write(self, results: Results, folder: Path) -> None:
+        """Write the results of a model into its folder: at least those of `write_results`."""
+        ...
+
+    def headlines(self, results: Results) -> dict[str, str]:
+        """Return the most important figures, each with the direction in which it is better: ↑, ↓ or → 0."""
+        ...
+
 
 def evaluate(
     settings: EvalSettings, suite: Suite, device_map: str | None = None, report: Callable[[str], None] = print
@@ -118,7 +126,7 @@ def evaluate(
                 one.about |= _identity(run, steering, model)
                 one.about |= settings.step(step)
             evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
-            save = functools.partial(_save, run=run, settings=settings, output=output)
+            save = functools.partial(_save, run=run, suite=suite, settings=settings, output=output)
             all_results += suite.evaluate(evaluated, earlier=results, save=save)
         seconds = round(time.perf_counter() - started, 1)
         if is_main():
@@ -178,12 +186,14 @@ def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
     return runs
 
 
-def _save(all_results: Sequence[Results], *, run: _ModelRun, settings: EvalSettings, output: Path) -> None:
+def _save(
+    all_results: Sequence[Results], *, run: _ModelRun, suite: Suite, settings: EvalSettings, output: Path
+) -> None:
     if not is_main():
         return
     for results, folder in zip(all_results, run.folders, strict=True):
         folder.mkdir(parents=True, exist_ok=True)
-        write_results(results, folder, openunlearning=getattr(settings, "openunlearning", False))
+        suite.write(results, folder)
         if folder != output:
             write_json(folder / RECORD, record("eval", settings, result=results.about))
 

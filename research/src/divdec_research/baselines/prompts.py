@@ -238,12 +238,8 @@ def read_classifier(folder: Path, options: Mapping[str, Any]) -> tuple[PromptCla
     """Read the classifier of a folder, and all tensors in its file.
 
     Raises:
-        UsageError: the embedder is missing or has changed, or an earlier version wrote the folder.
+        UsageError: the embedder is missing or has changed.
     """
-    if "embedder" not in options:
-        raise UsageError(
-            f"{folder} holds a classifier of hidden states, of an earlier version; create the baseline again"
-        )
     tensors = load_file(folder / CLASSIFIER)
     fields = options["layout"]
     header, marker, ends = (tuple(fields[name]) for name in ("header", "marker", "ends"))

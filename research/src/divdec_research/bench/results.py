@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from divdec.costs.model_size import format_quantity
 from divdec.report.style import SERIES_STYLES, TEXT, style, write_figure
 from divdec.runs import write_text
-from divdec_research.charts import markdown_table
+from divdec_research.report.tables import markdown_table
 
 BenchRow = Mapping[str, Any]
 Cells = list[dict[str, str]]

@@ -138,7 +138,7 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
 def _print_bench(result: dict[str, Any], tabulate: Callable[..., Any], output: str, printing: Printing) -> None:
     from rich.console import Console
 
-    from divdec_research.charts import terminal_table
+    from divdec_research.report.tables import terminal_table
 
     if printing.json:
         print(json.dumps(result))

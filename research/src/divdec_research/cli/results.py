@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cyclopts import App
 
@@ -15,9 +13,6 @@ from divdec.errors import UsageError
 from divdec.options import Overwriting, Printing
 from divdec.runs import check_output_file
 from divdec_research.suites.settings import Scoring
-
-if TYPE_CHECKING:
-    from divdec_research.report.scores import Entry, ScoredResult, Scorer
 
 # Stands in the head of every report, so that --overwrite replaces no other file.
 GENERATOR = '<meta name="generator" content="divdec report">'
@@ -53,9 +48,10 @@ def score(
         scoring: how aggregates are computed.
         printing: format of the table.
     """
-    from divdec.evaluation.results import read_results
     from divdec_research.report.scores import Entry, Scorer
+    from divdec_research.report.tables import print_latex, print_scores, score_json
     from divdec_research.suites.aggregate import UTILITY, Bootstrap
+    from divdec_research.suites.results import read_results
 
     if printing.json and latex:
         raise UsageError("give --json or --latex, not both")
@@ -71,11 +67,15 @@ def score(
         raise UsageError(f"target {target} has no {UTILITY}, and Utility is relative to the target's")
     bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
     scorer = Scorer(entries[0].results, entries[1].results, scoring.variant, bootstrap)
-    rows = [_score(entry, scorer) for entry in entries[2:]]
+    rows = [scorer.score(entry) for entry in entries[2:]]
+    for row in rows:
+        if all(value is None for value in row.aggregates.values.values()):
+            reasons = "; ".join(dict.fromkeys(row.aggregates.reasons.values()))
+            raise UsageError(f"{row.entry.folder} has no figures that can be scored: {reasons}")
     if printing.json:
-        print(json.dumps([_score_json(row, scoring) for row in rows], indent=2, ensure_ascii=False))
+        print(json.dumps([score_json(row, scoring) for row in rows], indent=2, ensure_ascii=False))
     else:
-        (_print_latex if latex else _print_table)(rows, suite, scoring)
+        (print_latex if latex else print_scores)(rows, suite, scoring)
 
 
 @app.command(sort_key=2)
@@ -110,6 +110,7 @@ def report(
     """
     from divdec_research.report.page import build_report, write_report
     from divdec_research.report.scores import MEASURES, collect
+    from divdec_research.report.tables import variant_of
     from divdec_research.suites.aggregate import Bootstrap
 
     if examples < 0:
@@ -133,7 +134,7 @@ def report(
             }
             for row in content.rows
         ]  # fmt: skip
-        about = {"report": str(file), "suite": content.suite, **_variant(content.suite, scoring)}
+        about = {"report": str(file), "suite": content.suite, **variant_of(content.suite, scoring)}
         print(json.dumps({**about, "level": scoring.level, "rows": rows}, indent=2, ensure_ascii=False))
         return
     for line in content.left_out:
@@ -212,111 +213,3 @@ def _list_figures(figures: dict[str, Any], printing: Printing) -> None:
         return
     for name, one in figures.items():
         print(f"{name}\n  {one.shows}\n  from {one.needs}")
-
-
-def _variant(suite: str, scoring: Scoring) -> dict[str, str]:
-    return {"variant": scoring.variant} if suite == "tofu" else {}
-
-
-def _score(entry: Entry, scorer: Scorer) -> ScoredResult:
-    scored = scorer.score(entry)
-    if all(value is None for value in scored.aggregates.values.values()):
-        reasons = "; ".join(dict.fromkeys(scored.aggregates.reasons.values()))
-        raise UsageError(f"{entry.folder} has no figures that can be scored: {reasons}")
-    return scored
-
-
-def _score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
-    from divdec_research.report.scores import NO_ITEMS
-
-    results, scores = row.entry.results, row.aggregates
-    intervals = {name: row.intervals.get(name) for name in scores.values}
-    reasons = dict(scores.reasons)
-    if not results.items:
-        reasons["ci"] = NO_ITEMS
-    elif any(row.has(name) and interval is None for name, interval in intervals.items()):
-        reasons["ci"] = "; ".join(dict.fromkeys(row.missing_intervals.values()))
-    return {
-        "name": row.entry.name,
-        "folder": str(row.entry.folder),
-        **_variant(results.suite, scoring),
-        **scores.values,
-        "ci": intervals if any(intervals.values()) else None,
-        "level": scoring.level,
-        "reason": reasons,
-        "notes": list(scores.notes),
-    }
-
-
-def _print_table(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
-    """Print a table, and below it what is missing from it and why."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from divdec_research.report.scores import MEASURES, group_remarks
-
-    title = Text(f"{_subject(suite, scoring)}\n{_method(rows, scoring)}")
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("result", overflow="fold")
-    columns = list(rows[0].aggregates.values)
-    for column in columns:
-        table.add_column(MEASURES[column].short, justify="right")
-    digits = 3 if suite == "tofu" else 1
-    for row in rows:
-        table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits, "–")) for column in columns))
-    # A file or a pipe has no width to fit.
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-    for line, names in group_remarks(rows).items():
-        print(f"{line} ({', '.join(names)})")
-
-
-def _print_latex(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
-    """Print a `table` environment for booktabs, after comments on how it was computed."""
-    from divdec_research.report.scores import MEASURES, group_remarks
-
-    columns = list(rows[0].aggregates.values)
-    arrows = {"higher": r"$\uparrow$", "lower": r"$\downarrow$"}
-    heads = [f"{_escape(MEASURES[column].short)} {arrows[MEASURES[column].better]}" for column in columns]
-    digits = 2 if suite == "tofu" else 1
-    body = [
-        " & ".join([_escape(row.entry.name), *(_cell(row, column, digits, "--") for column in columns)]) + r" \\"
-        for row in rows
-    ]
-    notes = [f"% {line} ({', '.join(names)})" for line, names in group_remarks(rows).items()]
-    caption = rf"  \caption{{{_escape(_subject(suite, scoring))}. {_escape(_method(rows, scoring))}.}}"
-    lines = [
-        *notes, r"\begin{table}", r"  \centering", caption, rf"  \begin{{tabular}}{{l{'r' * len(columns)}}}",
-        r"\toprule", rf"{' & '.join(['Result', *heads])} \\", r"\midrule", *body, r"\bottomrule", r"  \end{tabular}",
-        r"\end{table}",
-    ]  # fmt: skip
-    print("\n".join(lines))
-
-
-def _subject(suite: str, scoring: Scoring) -> str:
-    if suite == "tofu":
-        return f"TOFU, variant {scoring.variant}"
-    return "MUSE, distance to the retrained model, the target's = 100 %"
-
-
-def _method(rows: Sequence[ScoredResult], scoring: Scoring) -> str:
-    if not any(row.intervals for row in rows):
-        return "point values"
-    return (
-        f"{100 * scoring.level:g} % percentile bootstrap intervals ({scoring.draws} draws, seed {scoring.seed}), "
-        "target and retrain held fixed"
-    )
-
-
-def _cell(row: ScoredResult, column: str, digits: int, nothing: str) -> str:
-    value, interval = row.values[column], row.intervals.get(column)
-    if value is None:
-        return nothing
-    ends = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval else ""
-    return f"{value:.{digits}f}{ends}"
-
-
-def _escape(text: str) -> str:
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return re.sub(r"[\\&%$#_{}~^]", lambda match: special.get(match[0], f"\\{match[0]}"), text)

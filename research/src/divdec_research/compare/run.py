@@ -64,7 +64,7 @@ from divdec_research.suites.aggregate import Bootstrap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WORK = ("data", "bundle", "retrain", "base", "split", "holdout", "limit", "tofu")
+WORK = ("data", "bundle", "retrain", "base", "split", "holdout", "limit", "tofu", "muse")
 TRIAL = "trial.json"
 MODEL = "model"
 TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
@@ -108,8 +108,6 @@ def compare_methods(settings: CompareSettings, report: Callable[[str], None] = p
     output = Path(settings.output).expanduser()
     check_apart(output.resolve(), [path.resolve() for path in check_inputs(settings)])
     decides = {name: getattr(settings, name) for name in WORK}
-    if settings.muse is not None:  # so that runs of earlier versions, which had no such option, go on
-        decides["muse"] = settings.muse
     overwrite = settings.overwrite
     run = RunFolder.open(output, "compare", settings, decides, overwrite=overwrite, extend=not overwrite, stale=("*",))
     with run:
@@ -198,17 +196,18 @@ def _summaries(
     def read(result: TrialResult) -> Results:
         return result.results if half is None else suite.half_of(result.results, half)
 
-    references = {}
+    references: dict[int, tuple[Results, Results]] = {}
     by_trial: dict[Trial, dict[int, TrialResult]] = {trial: {} for trial in trials}
     for benchmark in benchmarks:
-        own = results[benchmark.seed]
-        for reference in own[: len(REFERENCES)]:
-            if reference.failed is not None:
-                raise UsageError(f"{reference.trial.method} cannot be measured: {reference.failed}")
-        references[benchmark.seed] = read(own[0]), read(own[1])
-        for result in own:
+        of_method = {}
+        for result in results[benchmark.seed]:
+            if result.trial.method in REFERENCES:
+                if result.failed is not None:
+                    raise UsageError(f"{result.trial.method} cannot be measured: {result.failed}")
+                of_method[result.trial.method] = read(result)
             if result.trial in by_trial:
                 by_trial[result.trial][benchmark.seed] = result
+        references[benchmark.seed] = of_method["target"], of_method["retrain"]
     return [
         summarize(
             trial.method,

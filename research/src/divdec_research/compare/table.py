@@ -17,10 +17,11 @@ from divdec.report.page import write_page
 from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
 from divdec.runs import write_json, write_text
 from divdec_research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
-from divdec_research.charts import Bar, LeakCurve, bars, leak_curves, markdown_table, terminal_table
 from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import ComparisonSuite
+from divdec_research.report.charts import Bar, LeakCurve, bars, leak_curves
 from divdec_research.report.scores import MEASURES, Measure, best_index
+from divdec_research.report.tables import markdown_table, terminal_table
 from divdec_research.suites.aggregate import Bootstrap
 
 COSTS = ("Training", "Memory", "Time a token")

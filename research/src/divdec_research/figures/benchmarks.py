@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from divdec.report.style import BY_NAME, LINEAR, OTHERS, PAPER, RANK, RETRAIN, SERIES_STYLES, TEXT, SeriesStyle
 from divdec_research.baselines.methods import DIVDEC
-from divdec_research.charts import Bar, bars
 from divdec_research.figures.registry import FigureRequest, FigureResult, missing_data, register
 from divdec_research.figures.results import (
     MethodResult,
@@ -19,7 +18,18 @@ from divdec_research.figures.results import (
     source_names,
     with_values,
 )
-from divdec_research.report.charts import Dot, Plot, Series, error_bars, log_ticks, scatter, write_labels
+from divdec_research.report.charts import (
+    Bar,
+    Dot,
+    Plot,
+    Series,
+    bars,
+    draw_line,
+    error_bars,
+    log_ticks,
+    scatter,
+    write_labels,
+)
 from divdec_research.report.scores import ATTACK_NAMES, MEASURES
 from divdec_research.suites.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM
 
@@ -38,7 +48,6 @@ PANELS = {
         "agg_without_privacy": ("TOFU, without privacy", "Agg w/o Priv, 0 to 1"),
     },
 }
-POINT = {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
 
 
 @register("tofu-bars", shows="TOFU: Agg of each method's best setting", needs=TOFU)
@@ -169,17 +178,10 @@ def sizes(request: FigureRequest) -> FigureResult:
     for axes, (name, title, label, lines) in zip(grid, panels, strict=False):
         for rule, own in lines.items():
             series_style = BY_NAME[rule]
-            points = [(one.size, one.values[name] or 0.0) for one in own]
+            points = [(one.size or 0.0, one.values[name] or 0.0) for one in own]
             if points:
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=series_style.colour,
-                    marker=series_style.marker,
-                    linestyle=series_style.dash,
-                    markersize=6.5,
-                    label=f"{rule} rule",
-                    **POINT,
-                )
+                sizes_of, values = zip(*points, strict=True)
+                draw_line(axes, sizes_of, values, series_style, markersize=6.5, label=f"{rule} rule")
             others = {one.size: one.values[name] or 0.0 for key in lines if key != rule for one in lines[key]}
             for one, (size, value) in zip(own, points, strict=True):
                 bars_of = error_bars(value, one.intervals.get(name))
@@ -250,17 +252,10 @@ def over_under(request: FigureRequest) -> FigureResult:
             families: dict[str, None] = {}
             for series_style, (name, sweeps) in zip(SERIES_STYLES, lines[suite].items(), strict=False):
                 for number, sweep in enumerate(sweep for sweep in sweeps if sweep[0][0].rule == rule):
-                    axes.plot(
-                        [one.strength or 0.0 for one, _ in sweep],
-                        [value for _, value in sweep],
-                        color=series_style.colour,
-                        marker=series_style.marker,
-                        markersize=5,
-                        linestyle=series_style.dash,
-                        alpha=0.45 if number else 1,
-                        label=None if number else name,
-                        **POINT,
-                    )
+                    draw_line(
+                        axes, [one.strength or 0.0 for one, _ in sweep], [value for _, value in sweep], series_style,
+                        alpha=0.45 if number else 1, label=None if number else name,
+                    )  # fmt: skip
                     families[sweep[0][0].family] = None
                     drawn += [one for one, _ in sweep]
             if rule == "rank":
@@ -383,15 +378,8 @@ def _draw_sweeps(axes: Axes, sweeps: Sequence[list[MethodResult]], name: str) ->
                     x, value, yerr=error_bars(value, one.intervals.get(name)), fmt="none", ecolor=series_style.colour,
                     elinewidth=1.2,
                 )  # fmt: skip
-            own_axes.plot(
-                *zip(*points, strict=True),
-                color=series_style.colour,
-                marker=series_style.marker,
-                markersize=5,
-                linestyle=series_style.dash,
-                linewidth=1.6,
-                **POINT,
-            )
+            strengths, values = zip(*points, strict=True)
+            draw_line(own_axes, strengths, values, series_style, linewidth=1.6)
         if rule == "rank":
             log_ticks(own_axes, sorted({one.strength or 0.0 for sweep in families for one in sweep}))
         colour = BY_NAME[rule].colour
@@ -421,15 +409,10 @@ def _sweep_legend(figure: Figure, drawn: Sequence[MethodResult], *, retrain: boo
         label = f"{DIVDEC[rule]} ({listed})" if listed else DIVDEC[rule]
         handles.append(
             Line2D(
-                [],
-                [],
-                color=series_style.colour,
-                marker=series_style.marker,
-                markersize=5,
-                linestyle=series_style.dash,
-                label=label,
+                [], [], color=series_style.colour, marker=series_style.marker, markersize=5,
+                linestyle=series_style.dash, label=label,
             )
-        )
+        )  # fmt: skip
     if retrain:
         handles.append(Line2D([], [], color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6, label="Retrain"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from divdec.errors import UsageError
-from divdec.evaluation.results import SUMMARY, Results, find_results, identify, read_results
+from divdec.evaluation.results import SUMMARY, Results
 from divdec.runs import read_json
 from divdec_research.baselines.methods import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec_research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec_research.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
 from divdec_research.suites.aggregate import AGGREGATES, Bootstrap
+from divdec_research.suites.results import find_results, identify, read_results
 
 COMPARISON = "comparison.json"
 NO_BEST = "(no setting is best)"
@@ -179,7 +180,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
     content = read_json(source.path)
     if not isinstance(content, dict) or not isinstance(content.get("grid"), list):
         raise UsageError(f"{source.path} is not a comparison of `divdec compare`")
-    suite = content.get("suite", "tofu")  # earlier versions compared on TOFU alone
+    suite = content["suite"]
     recorded = content.get("variant")
     if suite == "tofu" and recorded != variant:
         raise UsageError(f"{source.path} holds aggregates of the variant {recorded}; give --variant {recorded}")

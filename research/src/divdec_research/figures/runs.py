@@ -13,18 +13,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from divdec.errors import UsageError
-from divdec.evaluation.results import FILES, SUMMARY, identify, read_results
+from divdec.evaluation.results import SUMMARY
 from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
 from divdec.runs import RECORD, read_json, read_record
 from divdec_research.baselines.methods import DIVDEC, REFERENCES, TITLES
 from divdec_research.bench.results import compute_figure, latency_figure
-from divdec_research.charts import LeakCurve, leak_curves
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results
 from divdec_research.report import gradient_depth
-from divdec_research.report.charts import Band, band_panels
+from divdec_research.report.charts import Band, LeakCurve, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
 from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
+from divdec_research.suites.results import FILES, identify, read_results
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}

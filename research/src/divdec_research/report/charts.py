@@ -1,4 +1,4 @@
-"""Charts: scatter with labels, curves along a sweep, differences, ROC, bands, and the demo's trade-off."""
+"""Charts of pages, comparisons and figures: scatter, curves, differences, ROC, bands, bars, leaks, trade-off."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from divdec.report.style import (
     BY_NAME,
     FAINT,
+    LINEAR,
+    MUTED,
     OTHERS,
     PAGE_WIDTH,
     PAPER,
@@ -23,6 +25,7 @@ from divdec.report.style import (
     svg_text,
     themed,
 )
+from divdec_research.baselines.methods import Kind as MethodKind
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -94,6 +97,27 @@ class Band:
     high: Sequence[float]
 
 
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A method's score."""
+
+    label: str
+    value: float
+    kind: MethodKind
+    interval: Interval | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeakCurve:
+    """The share of questions that leak, by number of attack prompts."""
+
+    label: str
+    style: SeriesStyle | None
+    """None for a grey line with its name at its end."""
+    shares: Mapping[int, float]
+    intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
+
+
 def inline(plot: Plot, kind: Kind) -> Markup:
     """Draw a chart as an `<svg>` element of a page, with its text alternative."""
     from markupsafe import Markup
@@ -128,19 +152,12 @@ def scatter(axes: Axes, plot: Plot) -> None:
                 dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
                 fmt="none", ecolor=series_style.colour, elinewidth=1, alpha=0.55, zorder=2,
             )  # fmt: skip
-        axes.plot(
-            [dot.x for dot in series.dots],
-            [dot.y for dot in series.dots],
-            marker=series_style.marker,
-            markersize=series_style.size,
-            color=series_style.colour,
-            linewidth=1,
-            label=series.name,
+        draw_line(
+            axes, [dot.x for dot in series.dots], [dot.y for dot in series.dots], series_style, label=series.name,
+            markersize=series_style.size, edge=0.7, linewidth=1,
             linestyle=series_style.dash if series.segments else "none",
-            markeredgecolor=PAPER,
-            markeredgewidth=0.7,
             zorder=3 if series_style in (TARGET, RETRAIN) else 4,
-        )
+        )  # fmt: skip
         for dot in series.dots:
             if dot.best:
                 axes.plot(
@@ -160,24 +177,11 @@ def curves(axes: Axes, plot: Plot) -> None:
     for series in plot.series:
         series_style = series.style
         bands = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
-        if bands:
-            xs, low, high = zip(*bands, strict=True)
-            axes.fill_between(xs, low, high, color=series_style.colour, alpha=0.18, linewidth=0, zorder=1)
+        draw_band(axes, bands, series_style, alpha=0.18, zorder=1)
         if len(bands) == 1:
             axes.vlines(*bands[0], color=series_style.colour, alpha=0.6)
-        axes.plot(
-            [dot.x for dot in series.dots],
-            [dot.y for dot in series.dots],
-            marker=series_style.marker,
-            markersize=5,
-            color=series_style.colour,
-            linewidth=1.6,
-            linestyle=series_style.dash,
-            label=series.name,
-            markeredgecolor=PAPER,
-            markeredgewidth=0.5,
-            zorder=3,
-        )
+        xs, ys = [dot.x for dot in series.dots], [dot.y for dot in series.dots]
+        draw_line(axes, xs, ys, series_style, edge=0.5, label=series.name, linewidth=1.6, zorder=3)
     write_titles(axes, plot)
     axes.margins(x=0.04, y=0.08)
     axes.grid(True)
@@ -194,17 +198,10 @@ def dots(axes: Axes, plot: Plot) -> None:
         series_style, shift = series.style, (index - (len(plot.series) - 1) / 2) * step
         for dot in series.dots:
             axes.errorbar(
-                dot.x,
-                dot.y + shift,
-                xerr=error_bars(dot.x, dot.x_interval),
-                fmt=series_style.marker,
-                color=series_style.colour,
-                markersize=5,
-                elinewidth=1.2,
-                markeredgecolor=PAPER,
-                markeredgewidth=0.4,
+                dot.x, dot.y + shift, xerr=error_bars(dot.x, dot.x_interval), fmt=series_style.marker,
+                color=series_style.colour, markersize=5, elinewidth=1.2, markeredgecolor=PAPER, markeredgewidth=0.4,
                 zorder=3,
-            )
+            )  # fmt: skip
     for row in range(0, len(plot.rows), 2):
         axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
     write_titles(axes, plot)
@@ -248,16 +245,70 @@ def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: s
     result = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
     for axes, (title, bands) in zip(result, panels.items(), strict=True):
         for band in bands:
-            axes.fill_between(band.x, band.low, band.high, color=band.style.colour, alpha=0.2, linewidth=0)
-            axes.plot(
-                band.x, band.y, marker=band.style.marker, markersize=5, color=band.style.colour,
-                linestyle=band.style.dash, label=band.label,
-            )  # fmt: skip
+            draw_band(axes, list(zip(band.x, band.low, band.high, strict=True)), band.style, alpha=0.2)
+            draw_line(axes, band.x, band.y, band.style, edge=0, label=band.label)
         axes.set_title(title)
         axes.set_xlabel(x_label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(True)
     return result
+
+
+def bars(axes: Axes, rows: Sequence[Bar], x_label: str) -> None:
+    """Draw a bar and its interval for each method, from the bottom up."""
+    colours = {"ours": LINEAR.colour, "other": FAINT, "reference": TEXT}
+    for index, row in enumerate(rows):
+        axes.barh(
+            index, row.value, color=colours[row.kind], alpha=0.85, height=0.7, edgecolor=PAPER,
+            hatch="///" if row.kind == "ours" else None,  # visible in grey too
+        )  # fmt: skip
+        if row.interval is not None:
+            # Dark on light, so that it is visible on the bar and beside it.
+            for colour, width in ((PAPER, 3.4), (TEXT, 1.4)):
+                axes.plot(row.interval, (index, index), color=colour, linewidth=width, solid_capstyle="butt")
+        axes.annotate(
+            f"{row.value:.2f}", (max(row.value, *(row.interval or (0.0,))), index), xytext=(5, 0),
+            textcoords="offset points", va="center", fontsize=8.5, color=MUTED,
+        )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_xlim(0, 1.1 * max((max((row.value, *(row.interval or ()))) for row in rows), default=1.0) or 1.0)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(x_label, loc="right")  # long names leave it little room
+    axes.grid(True, axis="x")
+
+
+def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, attack prompts a question") -> None:
+    """Draw Leak@k over k. Methods without a colour are grey, with labels at the ends of their lines."""
+    ticks = sorted({k for curve in curves for k in curve.shares})
+    unnamed = []
+    for curve in curves:
+        ks = sorted(curve.shares)
+        shares = [curve.shares[k] for k in ks]
+        if curve.style is None:
+            axes.plot(ks, shares, color=FAINT, linewidth=1, alpha=0.7, zorder=1)
+            unnamed.append((shares[-1], ks[-1], curve.label))
+            continue
+        ends = [(k, *curve.intervals[k]) for k in ks if k in curve.intervals]
+        draw_band(axes, ends, curve.style, alpha=0.15, zorder=1)
+        size = min(curve.style.size, 12)
+        draw_line(axes, ks, shares, curve.style, 0.5, label=curve.label, markersize=size, linewidth=1.8, zorder=3)
+    if len(ticks) > 1:
+        axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{k:g}" for k in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("share of questions that leak (lower is better)")
+    axes.set_ylim(-0.02, 1.02)
+    axes.grid(True)
+    axes.legend(loc="best", fontsize=9)
+    previous = 2.0
+    for share, k, label in sorted(unnamed, reverse=True):
+        previous = min(share, previous - 0.034)  # move overlapping labels down
+        axes.annotate(
+            label, (k, share), xytext=(1.015, previous), textcoords=axes.get_yaxis_transform(), fontsize=7.5,
+            color=MUTED, va="center", annotation_clip=False,
+        )  # fmt: skip
 
 
 def trade_off(settings: Mapping[str, Sequence[Dot]], x_label: str, y_label: str) -> str:
@@ -291,6 +342,27 @@ def trade_off(settings: Mapping[str, Sequence[Dot]], x_label: str, y_label: str)
         figure.legend(loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7)
         write_labels(axes, series)
         return svg_text(figure)
+
+
+def draw_line(
+    axes: Axes, xs: Sequence[float], ys: Sequence[float], series_style: SeriesStyle, edge: float = 0.6, **options: Any
+) -> None:
+    """Draw points, with an edge of a width in points, and the line that joins them; `options` are matplotlib's."""
+    styled = {
+        "color": series_style.colour, "marker": series_style.marker, "markersize": 5, "linestyle": series_style.dash,
+    }  # fmt: skip
+    if edge:
+        styled |= {"markeredgecolor": PAPER, "markeredgewidth": edge}
+    axes.plot(xs, ys, **{**styled, **options})
+
+
+def draw_band(
+    axes: Axes, ends: Sequence[tuple[float, float, float]], series_style: SeriesStyle, **options: Any
+) -> None:
+    """Draw a band from x and the ends of the interval at each point; `options` are matplotlib's."""
+    if ends:
+        xs, low, high = zip(*ends, strict=True)
+        axes.fill_between(xs, low, high, color=series_style.colour, linewidth=0, **options)
 
 
 def write_titles(axes: Axes, plot: Plot) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from divdec.errors import UsageError
-from divdec.evaluation.results import Identity, Results, find_results, identify, read_results
+from divdec.evaluation.results import Results
 from divdec_research.suites.aggregate import (
     AGGREGATES,
     ATTACKS,
@@ -30,6 +30,7 @@ from divdec_research.suites.aggregate import (
     muse_distances,
     tofu_figures,
 )
+from divdec_research.suites.results import Identity, find_results, identify, read_results
 
 Interval = tuple[float, float]
 Role = Literal["target", "retrain"]

@@ -19,7 +19,8 @@ from jaxtyping import Float, Int
 
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import EPSILON, holdout_wins, prob_mean
-from divdec.evaluation.results import GROUPS, Results
+from divdec.evaluation.results import Results
+from divdec_research.suites.results import GROUPS
 
 Figure = int | float | np.ndarray  # a figure read from JSON may be an integer
 Draws = Float[np.ndarray, " draws"]

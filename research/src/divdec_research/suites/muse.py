@@ -29,7 +29,14 @@ from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.runs import settings_hash
 from divdec_research.suites.settings import MuseSettings
-from divdec_research.suites.tofu import Save, add_attack_figures, data_paths, retained_results, run_stages
+from divdec_research.suites.tofu import (
+    BenchmarkSuite,
+    Save,
+    add_attack_figures,
+    data_paths,
+    retained_results,
+    run_stages,
+)
 
 SOURCE = "muse-bench/MUSE-News or muse-bench/MUSE-Books"
 KNOWMEM_TOKENS, VERBMEM_TOKENS = 32, 128
@@ -85,13 +92,16 @@ def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = Non
 
 
 @dataclasses.dataclass
-class MuseSuite:
+class MuseSuite(BenchmarkSuite):
     """MUSE's data and options for `divdec.evaluation.run.evaluate`."""
 
     settings: MuseSettings
     data: MuseData
     retained: Results | None
-    outputs: ClassVar[tuple[str, ...]] = ()
+    arrows: ClassVar[dict[str, str]] = {
+        "forget_verbmem_ROUGE": "↓", "forget_knowmem_ROUGE": "↓", "retain_knowmem_ROUGE": "↑", "privleak": "→ 0",
+        "extraction_strength": "↓",
+    }  # fmt: skip
 
     @classmethod
     def read(cls, settings: MuseSettings) -> MuseSuite:

@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import scipy.stats
 
@@ -32,12 +32,13 @@ from divdec.evaluation.metrics import (
     truth_ratio,
 )
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
-from divdec.evaluation.results import Results, numbered, read_results
+from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, score
 from divdec.model.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model
 from divdec.runs import settings_hash
 from divdec_research.suites.aggregate import UTILITY_PARTS
 from divdec_research.suites.fluency import FLUENCY_CLASSIFIER, Fluency
+from divdec_research.suites.results import read_results, write_openunlearning
 from divdec_research.suites.settings import BenchmarkSettings, TofuSettings
 
 if TYPE_CHECKING:
@@ -122,8 +123,28 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
     return TofuData(split, sets)
 
 
+class BenchmarkSuite:
+    """Output of TOFU and MUSE."""
+
+    settings: Any
+    """The suite's `BenchmarkSettings`."""
+    outputs: ClassVar[tuple[str, ...]] = ()
+    arrows: ClassVar[dict[str, str]]
+    """The most important figures, each with the direction in which it is better."""
+
+    def write(self, results: Results, folder: Path) -> None:
+        """See `divdec.evaluation.run.Suite.write`."""
+        write_results(results, folder)
+        if self.settings.openunlearning:
+            write_openunlearning(results, folder)
+
+    def headlines(self, results: Results) -> dict[str, str]:
+        """See `divdec.evaluation.run.Suite.headlines`."""
+        return self.arrows
+
+
 @dataclasses.dataclass
-class TofuSuite:
+class TofuSuite(BenchmarkSuite):
     """TOFU's data, classifier and reference for `divdec.evaluation.run.evaluate`."""
 
     settings: TofuSettings
@@ -131,7 +152,10 @@ class TofuSuite:
     retained: Results | None
     fluency: Fluency | None = None
     reference: PreTrainedModel | None = None
-    outputs: ClassVar[tuple[str, ...]] = ()
+    arrows: ClassVar[dict[str, str]] = {
+        "forget_quality": "↑", "forget_truth_ratio": "↑", "forget_Q_A_Prob": "↓", "forget_Q_A_ROUGE": "↓",
+        "extraction_strength": "↓", "privleak": "→ 0", "model_utility": "↑",
+    }  # fmt: skip
 
     @classmethod
     def read(cls, settings: TofuSettings, report: Callable[[str], None] = print) -> TofuSuite:
