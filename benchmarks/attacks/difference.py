@@ -52,12 +52,12 @@ from divdec.errors import UsageError
 from divdec.evaluation.phrases import key_phrase, words
 from divdec.evaluation.suppression import SuppressionThreshold, shares_of_replies
 from divdec.experts.combined import NoExperts
-from divdec.experts.neural import logit_width
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
 from divdec.model.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.passes import logit_width
 from divdec.runs import read_json, write_json
 from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine

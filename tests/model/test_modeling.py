@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, TextStreamer
 
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
-from divdec.experts.neural import check_part
+from divdec.passes import check_part
 from support import reference
 from support.exactness import assert_close, assert_same_answer
 from support.tiny import make_parts, tiny_model

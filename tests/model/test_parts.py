@@ -10,7 +10,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.experts.neural import same_weights
+from divdec.passes import same_weights
 from support.tiny import make_parts
 
 IDS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])

@@ -8,7 +8,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from divdec import DivergenceForCausalLM, Speculation, UsageError
-from divdec.experts.protocol import holds_tokens
+from divdec.decoding.cache import holds_tokens
 from support.architectures import tiny_architecture
 from support.tiny import tiny_model
 

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, FailedClosed, UsageError
-from divdec.experts.neural import device_of
+from divdec.passes import device_of
 from divdec.steering import Steering
 from divdec.training.distillation_loss import Direction, Distillation
 from divdec.training.inputs import Collator, sample_indices

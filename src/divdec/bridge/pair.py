@@ -18,16 +18,18 @@ from transformers.cache_utils import DynamicLayer
 
 from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, DivergenceMapper, Retokenizer, common_prefix_length
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import (
-    check_pair,
+from divdec.experts.neural import check_pair
+from divdec.experts.protocol import BaseExperts, Inputs
+from divdec.experts.token_cache import PADDING, TokenLayer
+from divdec.passes import (
+    columns_of,
     device_of,
+    length_of,
     logit_width,
     logits_of,
     new_cache,
     uses_gradient_checkpointing,
 )
-from divdec.experts.protocol import BaseExperts, Inputs, columns_of, length_of
-from divdec.experts.token_cache import PADDING, TokenLayer
 
 # Inputs that branch off from a row are computed in batches of at most this many rows and tokens: their keys and values
 # are copied.

@@ -12,8 +12,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import ReadAhead
-from divdec.experts.protocol import can_roll_back, can_shift, holds_tokens, length_of, lengths_of, take_columns
 from divdec.experts.token_cache import TokenLayer
+from divdec.passes import columns_of, length_of, lengths_of
+
+_ROW_METHODS = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices")
 
 
 class DivergenceCache(Cache):
@@ -122,6 +124,43 @@ class DivergenceCache(Cache):
         columns = columns.clamp(min=0)
         for layer in self.layers:
             take_columns(layer, columns)
+
+
+def holds_tokens(layer: Any) -> bool:
+    """Whether a layer stores each token separately, so that tokens can be removed and rows selected.
+
+    A recurrent state does not. A layer class that belongs to one architecture (DeepSeek-V4) may inherit methods that
+    change only its keys and values, so it counts only if it defines all of these methods itself.
+    """
+    kind = type(layer)
+    known = kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__module__.startswith("divdec.")
+    return known or all(name in vars(kind) for name in _ROW_METHODS)
+
+
+def can_roll_back(layer: Any) -> bool:
+    """Whether the last tokens can be removed from a layer now."""
+    recorded = getattr(layer, "record_past", False)
+    if not holds_tokens(layer):
+        # A convolution's inputs are available while the past is recorded.
+        return recorded and hasattr(layer, "recurrent_states") and getattr(layer, "is_croppable", False)
+    window = getattr(layer, "sliding_window", None)
+    if window is not None:
+        return recorded or layer.get_seq_length() < window
+    return getattr(layer, "is_croppable", True)
+
+
+def can_shift(layer: Any) -> bool:
+    """Whether a different number of tokens can be removed from each row of a layer."""
+    # A sliding window does not start at the sequence's first column; a recurrent state has no columns.
+    return type(layer) is DynamicLayer or hasattr(layer, "take_columns")
+
+
+def take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
+    """Replace the tokens of each row by those in the given columns."""
+    if hasattr(layer, "take_columns"):
+        layer.take_columns(columns)
+    elif layer.keys is not None and layer.values is not None:
+        layer.keys, layer.values = columns_of(layer.keys, columns), columns_of(layer.values, columns)
 
 
 def can_join(cache: DivergenceCache) -> bool:

@@ -14,8 +14,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
-from divdec.experts.neural import new_cache, stateful_types
 from divdec.fail_closed import check_inputs, check_prompts, check_vocabulary
+from divdec.passes import new_cache, stateful_types
 
 if TYPE_CHECKING:
     from divdec.decoding.speculative import Speculation

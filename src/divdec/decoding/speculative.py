@@ -20,12 +20,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.configuration_utils import GenerationMode
 
 from divdec.decoding.batch import SpeculativeBatch
+from divdec.decoding.cache import holds_tokens
 from divdec.decoding.drafters import DRAFTERS, make_drafter
 from divdec.decoding.processors import check_processors
 from divdec.decoding.statistics import DraftLengthController, SpeculationStatistics
 from divdec.errors import UsageError
-from divdec.experts.neural import stateful_types
-from divdec.experts.protocol import holds_tokens
+from divdec.passes import stateful_types
 from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None

@@ -23,7 +23,7 @@ from divdec.data.formatting import Format, encode_prompts, left_padded, padding_
 from divdec.data.records import Record
 from divdec.decoding.generation import plain_decoding
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import device_of
+from divdec.passes import device_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

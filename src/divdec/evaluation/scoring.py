@@ -24,9 +24,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from divdec.data.formatting import IGNORED, Example, padded
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations, is_main, number_of_processes, own, together
-from divdec.experts.neural import ReadAhead, logits_of, new_cache, takes_cache
+from divdec.experts.neural import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.passes import logits_of, new_cache, takes_cache
 from divdec.steering import Steering, check_k, mask_ineligible
 
 if TYPE_CHECKING:

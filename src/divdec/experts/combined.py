@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.protocol import BaseExperts, Experts, Inputs, lengths_of
+from divdec.experts.protocol import BaseExperts, Experts, Inputs
+from divdec.passes import lengths_of
 from divdec.steering import NO_RULE, Steering
 
 

@@ -174,7 +174,7 @@ def load_parts(
     """
     from transformers import GenerationConfig
 
-    from divdec.experts.neural import logit_width
+    from divdec.passes import logit_width
 
     local_files_only, revision = bool(kwargs.pop("local_files_only", False)), kwargs.pop("revision", None)
     config = kwargs.pop("config", None)
@@ -317,7 +317,7 @@ def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts 
 
 def _bridged_pair(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts:
     from divdec.bridge.pair import BridgedPair
-    from divdec.experts.neural import logit_width
+    from divdec.passes import logit_width
 
     tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items()}
     check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, bundle.paths)

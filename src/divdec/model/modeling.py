@@ -25,8 +25,11 @@ from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.correction import Correction
-from divdec.experts.neural import (
-    NeuralPair,
+from divdec.experts.neural import NeuralPair
+from divdec.experts.overlap import OverlappedExperts, started_divergence
+from divdec.experts.protocol import Experts
+from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
+from divdec.passes import (
     check_part,
     count_embeddings,
     device_of,
@@ -35,8 +38,6 @@ from divdec.experts.neural import (
     positions_of,
     uses_gradient_checkpointing,
 )
-from divdec.experts.protocol import Experts, OverlappedExperts, started_divergence
-from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
 from divdec.steering import Steering
 
 if TYPE_CHECKING:

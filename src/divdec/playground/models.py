@@ -22,8 +22,8 @@ from divdec.endpoint import Endpoint, Refused
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts, check_rule
-from divdec.experts.neural import device_of
 from divdec.fail_closed import wait_for_checks
+from divdec.passes import device_of
 from divdec.playground.rendering import Token, TokenShift
 from divdec.sampling import pick
 from divdec.serving import is_local

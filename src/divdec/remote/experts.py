@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from divdec.decoding.cache import can_roll_back
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedExperts, NoExperts
-from divdec.experts.neural import positions_of
-from divdec.experts.protocol import Experts, can_roll_back
+from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_vocabulary
 from divdec.model.checkpoint import (
     CheckpointReference,
@@ -27,6 +27,7 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
+from divdec.passes import positions_of
 from divdec.runs import file_sha256
 from divdec.steering import Steering
 from divdec.takedowns.correction import TakedownCorrection

@@ -14,12 +14,11 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from divdec.decoding.batch import SpeculativeBatch
-from divdec.decoding.cache import DivergenceCache, can_join, drop_columns, join
+from divdec.decoding.cache import DivergenceCache, can_join, drop_columns, holds_tokens, join
 from divdec.decoding.speculative import Speculation, decode
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import stateful_types
-from divdec.experts.protocol import holds_tokens
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.passes import stateful_types
 from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
 from divdec.serving.suppression import SuppressionPass
 

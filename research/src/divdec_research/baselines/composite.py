@@ -24,14 +24,6 @@ from divdec.configuration import TARGET_FIELDS, RemoteCodeConfig
 from divdec.decoding.cache import DivergenceCache
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
-from divdec.experts.neural import (
-    check_part,
-    device_of,
-    logit_width,
-    positions_of,
-    stateful_types,
-    uses_gradient_checkpointing,
-)
 from divdec.fail_closed import check, check_inputs, check_vocabulary, refuse_unknown
 from divdec.model.checkpoint import (
     COMPOSITE,
@@ -44,6 +36,7 @@ from divdec.model.checkpoint import (
 )
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
+from divdec.passes import check_part, device_of, logit_width, positions_of, stateful_types, uses_gradient_checkpointing
 from divdec.runs import file_sha256
 from divdec_research.registry import NameRegistry
 

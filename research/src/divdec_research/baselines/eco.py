@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.neural import logits_of, new_cache
 from divdec.experts.token_cache import TokenCache
 from divdec.model.checkpoint import load_model
+from divdec.passes import logits_of, new_cache
 from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.job import BuiltModel, Job
 from divdec_research.baselines.prompts import fit_classifier, read_classifier, write_classifier

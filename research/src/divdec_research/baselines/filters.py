@@ -24,9 +24,8 @@ from divdec.data.records import RecordSet
 from divdec.errors import UsageError
 from divdec.evaluation.phrases import FUNCTION_WORDS, key_phrase
 from divdec.evaluation.questions import question_of
-from divdec.experts.neural import logits_of, new_cache
-from divdec.experts.protocol import length_of
 from divdec.experts.token_cache import TokenCache
+from divdec.passes import length_of, logits_of, new_cache
 from divdec.runs import read_json, write_json
 from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.guard import Trie, tokenize_words

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from divdec.data.records import Record, RecordSet
-from divdec.experts.neural import logits_of, new_cache
 from divdec.experts.token_cache import TokenCache
+from divdec.passes import logits_of, new_cache
 from divdec.runs import read_json, write_json
 from divdec_research.baselines.composite import DECODINGS, TARGET, CompositeDecoding, Step, write_composite
 from divdec_research.baselines.embedder import SentenceEmbedder

@@ -21,9 +21,9 @@ from transformers import Cache
 
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import UsageError
-from divdec.experts.neural import logits_of, new_cache
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
+from divdec.passes import logits_of, new_cache
 from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from divdec.data.formatting import encode_prompts, encode_set, left_padded, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.experts.neural import positions_of
 from divdec.model.checkpoint import load_config, load_model
+from divdec.passes import positions_of
 from divdec.training.inputs import Companion, model_inputs
 from divdec_research.baselines import losses
 from divdec_research.baselines.gradient import RETAIN, Batch, frozen_target, read_lines, unlearn

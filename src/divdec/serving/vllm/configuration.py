@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import divdec.takedowns  # noqa: F401  # opens registries that bundles name
 from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import stateful_types
 from divdec.fail_closed import check_vocabulary
 from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.model.loading import Bundle
+from divdec.passes import stateful_types
 from divdec.serving.logprobs import MIDDLEWARE, default_level
 
 if TYPE_CHECKING:

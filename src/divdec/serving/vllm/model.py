@@ -26,9 +26,10 @@ from vllm.platforms import current_platform
 
 from divdec.configuration import AUXILIARIES
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import divergence_of, same_weights
+from divdec.experts.neural import divergence_of
 from divdec.fail_closed import check_divergence, check_target
 from divdec.model.checkpoint import weight_files
+from divdec.passes import same_weights
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory
 
