@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import urllib.request
 import venv
 import zipfile
@@ -157,6 +158,13 @@ def test_commands_of_the_laboratory_name_it_where_it_is_absent(command):
     assert result.returncode == 2
     assert f"`{' '.join(command)}` is a command of divdec-research, which is not installed" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_commands_that_the_product_hints_at_are_those_of_the_laboratory():
+    from divdec.cli.app import ELSEWHERE
+
+    project = tomllib.loads((ROOT / "research" / "pyproject.toml").read_text())["project"]
+    assert {name.replace(".", " ") for name in project["entry-points"]["divdec.commands"]} == set(ELSEWHERE)
 
 
 def test_product_names_no_module_of_the_laboratory():

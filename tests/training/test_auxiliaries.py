@@ -432,6 +432,10 @@ class TestRounds:
         assert said.count("answers that the steered model still gives") == 1
         assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
         output = Path(files["output"])
+        for name, result in content["auxiliaries"].items():
+            assert len(result["rounds"]) == 1
+            assert 0 < result["rounds"][0]["steps"] != result["steps"]
+            assert "(before round 1 on answers of the steered model)" in (output / name / "README.md").read_text()
         assert not (output / "work").exists()
         model = DivergenceForCausalLM.from_pretrained(output / "bundle")  # its digests are those of the new weights
         tokenizer = auxiliaries.load_tokenizer(output / "bundle")

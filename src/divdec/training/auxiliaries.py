@@ -664,7 +664,11 @@ class _PairTrainer:
         model, result = fine_tune(
             load_for_training(start), self.inputs.tokenizer, examples, training, work, title=f"{role} auxiliary"
         )
-        content = {**content, **dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
+        figures = {**dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
+        if "round" in content:  # the figures of the first training stay
+            content = {**content, "rounds": [*content.get("rounds", []), figures]}
+        else:
+            content = {**content, **figures}
         self.report(
             f"{role} auxiliary: loss {result.loss_before:.3f} → {result.loss_after:.3f} "
             f"in {result.steps} steps, {result.seconds:.0f} s, {result.precision}"
@@ -726,7 +730,8 @@ def _write_card(
         "epochs": f"{result['epochs']:g}",
     }
     if separation is not None:
-        rows["measured"] = separation["summary"]
+        later = f" (before round {rounds} on answers of the steered model)" if (rounds := result.get("round")) else ""
+        rows["measured"] = f"{separation['summary']}{later}"
         rows["separated from the other auxiliary"] = "; ".join(separation["faults"]) or "yes"
     write_text(folder / "README.md", auxiliary_card("retain" if folder.name == RETAIN else "forget", rows))
     write_json(folder / RESULT, result | {"separation": separation})
