@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from outside `docs/`, a page of every command, and links that also work on GitHub."""
+"""Hooks of mkdocs: pages from outside `docs/` and of commands, links as on GitHub."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COMMANDS = [name for name in app if not name.startswith("-")]
 # In the site these have the paths that they have in the repository; what is in docs/ moves to the top.
 OUTSIDE = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*",
-    "research/README.md", "research/studies/README.md",
+    "research/README.md", "research/studies/README.md", "research/studies/figures.sh",
 )  # fmt: skip
-LINK = re.compile(r"(?<=\]\()[^)\s#:]+")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))[^)\s#:]+")
 
 
 def on_config(config: MkDocsConfig) -> None:
