@@ -35,8 +35,13 @@ def test_drafts_ngrams_registry_and_prefix_cache(
 
 def test_two_ranks_with_registry(ask, make_bundle, make_registry, texts, prompts, tmp_path):
     bundle = make_bundle("gpt2", registry=make_registry(texts[:40]))
-    options = EAGER | {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "max_num_batched_tokens": 256}
-    prompts = prompts[:16:4]
+    options = EAGER | {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 2,
+    }
+    prompts = prompts[:16:8]
     (answers,) = ask(bundle, [requests(prompts, logprobs=5, prompt_logprobs=5)], SECOND | TWO_RANKS, **options)
     assert "Using V2 Model Runner" in (tmp_path / "log.txt").read_text()
     model = Reference(bundle)
