@@ -1,4 +1,4 @@
-"""Names for annotations. Torch is imported for type checkers only: no method's file needs it to be imported."""
+"""Types for annotations, which are never evaluated: only type checkers wait for torch to be imported."""
 
 from __future__ import annotations
 

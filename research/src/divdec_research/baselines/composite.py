@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -45,11 +45,9 @@ from divdec.passes import (
     uses_gradient_checkpointing,
 )
 from divdec.runs import file_sha256
+from divdec_research.baselines.annotations import PreTrainedTokenizerBase
 from divdec_research.baselines.decoding import TARGET, CompositeDecoding, Step
 from divdec_research.baselines.method import METHODS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class CompositeConfig(RemoteCodeConfig):

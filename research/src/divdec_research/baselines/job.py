@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,11 +13,9 @@ from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import RecordSet
 from divdec.model.checkpoint import digests, load_config, load_model
 from divdec.runs import settings_hash
+from divdec_research.baselines.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from divdec_research.baselines.composite import write_composite
 from divdec_research.baselines.decoding import TARGET
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True)

