@@ -68,7 +68,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("generate b --raw --system-prompt s", "leave it out with --raw"),
         ("demo --seed 1.5", "--seed is '1.5'; accepted: a whole number"),
         ("eval tofu b --data d --output o --limit some", "--limit is 'some'; accepted: a whole number"),
-        ("eval trivia b --data d --output o", "Available commands: leak, muse, tofu"),
+        ("eval trivia b --data d --output o", "Available commands: leak, muse, rwku, tofu"),
         ("compare --data muse-small --output o", "--data muse-small needs MUSE-News: give its folder with --muse"),
         ("compare --data muse-small --muse absent --output o", "absent/knowmem/forget_qa.jsonl does not exist"),
         ("bench compute --output o --vocabularies many", "--vocabularies is 'many'; accepted: a whole number"),

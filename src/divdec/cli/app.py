@@ -58,7 +58,8 @@ INSTEAD = {
 }
 # Commands that another package of the project brings.
 ELSEWHERE = (
-    "baseline", "bench", "compare", "eval muse", "eval tofu", "gradient-depth", "image", "results", "world",
+    "baseline", "bench", "compare", "eval muse", "eval rwku", "eval tofu", "gradient-depth", "image", "results",
+    "world",
 )  # fmt: skip
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
 DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")

@@ -1,4 +1,4 @@
-"""`divdec eval tofu` and `divdec eval muse`."""
+"""`divdec eval tofu`, `divdec eval muse` and `divdec eval rwku`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from divdec.cli.evaluation import measure
 from divdec.cli.loading import report
 from divdec.options import Printing
-from divdec_research.suites.settings import MuseSettings, TofuSettings
+from divdec_research.suites.settings import MuseSettings, RwkuSettings, TofuSettings
 
 AllFigures = Annotated[bool, Parameter(name="--all")]
 
@@ -57,3 +57,20 @@ def muse(
     from divdec_research.suites.muse import MuseSuite
 
     measure(settings, lambda: MuseSuite.read(settings), all_figures, printing)
+
+
+def rwku(settings: Annotated[RwkuSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
+    r"""Measure on RWKU what models know about real people, their neighbours and the world.
+
+    For example:
+
+        divdec eval rwku smollm2 --data RWKU --screen --output runs/screen
+        divdec eval rwku bundle --data RWKU --subjects 'Stephen King' --output runs/king
+
+    Args:
+        settings: what is measured.
+        printing: format of the figures.
+    """
+    from divdec_research.suites.rwku import RwkuSuite
+
+    measure(settings, lambda: RwkuSuite.read(settings, report), False, printing)

@@ -1,4 +1,4 @@
-"""Options of `divdec eval tofu`, `divdec eval muse` and `divdec results`. It does not import torch."""
+"""Options of `divdec eval tofu`, `muse` and `rwku`, and of `divdec results`. It does not import torch."""
 
 from __future__ import annotations
 
@@ -62,6 +62,24 @@ class MuseSettings(BenchmarkSettings):
     def step(self, number: int) -> dict[str, Any]:
         """See `EvalSettings.step`."""
         return {} if self.sequence == "none" else {"sequence": self.sequence, "step": number}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RwkuSettings(QuestionSettings):
+    """Options of `divdec eval rwku`."""
+
+    suite: ClassVar[str] = "rwku"
+
+    subjects: tuple[str, ...] = ()
+    """Names of the people to forget; by default all people of the data."""
+    screen: bool = False
+    """Measure forget levels 1 and 2 alone, and rank the people by how much the model knows about them."""
+    limit: int | None = None
+    """Use only the first N questions of each person, level and kind of attack. Of a file that names no people, such as
+    mmlu.jsonl, use N times the number of people."""
+    system_prompt: str | None = None
+    """System prompt before every question. By default none is given, as by the authors."""
+    max_length: Annotated[int, Parameter(parse=False)] = 512
 
 
 @Parameter(name="*")
