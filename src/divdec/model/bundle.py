@@ -282,7 +282,8 @@ def save_packed(
         **kwargs: arguments of the parts' `save_pretrained` (`max_shard_size`).
 
     Raises:
-        UsageError: the experts are not a pair of whole models, the model follows a registry, or an argument is not supported.
+        UsageError: the experts are not a pair of whole models, the model follows a registry, or an argument is not
+            supported.
     """
     from divdec.experts.adapters import AdapterPair
     from divdec.experts.neural import NeuralPair
