@@ -10,6 +10,7 @@ import torch
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
 from divdec.errors import FailedClosed
 from divdec.experts.adapters import AdapterPair
+from divdec.experts.protocol import Inputs
 from divdec.model.loading import load_parts
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from support.exactness import assert_close, assert_same_answers
@@ -232,3 +233,21 @@ class TestRefused:
         layer = pair.joint.model.layers[0].mlp.down_proj
         with pytest.raises(FailedClosed, match="cannot be told apart"):
             layer(torch.zeros(6, 64))
+
+
+def test_drafts_of_adapters_are_steered_and_read_once_by_both(llama):
+    folder, models, _ = llama
+    pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+    model = DivergenceForCausalLM.from_experts(models["target"], pair, "rank:20")
+    ids, cache = torch.tensor([PROMPTS[0]]), model.new_cache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        passes = []
+        pair.joint.register_forward_hook(lambda *_: passes.append("both"))
+        for side in (pair.retain, pair.forget):
+            side.register_forward_hook(lambda *_: passes.append("one"))
+        draft = pair.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, model.steering)
+        expected = model(torch.tensor([[6]]), past_key_values=cache).logits
+        assert passes == ["both"]
+        assert (draft == -torch.inf).sum() == 20
+        assert torch.equal(draft == -torch.inf, expected == -torch.inf)

@@ -21,6 +21,7 @@ from divdec.experts.neural import NeuralPair, PairCache, divergence_of
 from divdec.experts.protocol import Inputs
 from divdec.passes import logits_of, new_cache, share_weights
 from divdec.runs import read_json
+from divdec.steering import Steering
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -71,14 +72,31 @@ class AdapterPair(NeuralPair):
         """Compute log q − log p (paper, eq. 1) in one pass, or in two if an auxiliary has read ahead."""
         if self.joint is None or (cache is not None and (cache.retain.ahead or cache.forget.ahead)):
             return super().compute(inputs, cache, logits_to_keep)
-        input_ids, attention_mask, position_ids = inputs
-        if position_ids is not None and len(position_ids) > 1:
-            position_ids = torch.cat([position_ids, position_ids])
-        joint_cache = None if cache is None else JointCache(cache)
-        mask = None if attention_mask is None else torch.cat([attention_mask, attention_mask])
-        ids = torch.cat([input_ids, input_ids])
-        logits = logits_of(self.joint, ids, mask, position_ids, joint_cache, logits_to_keep)
-        return divergence_of(*logits.chunk(2))
+        return divergence_of(*self._joint_logits(self.joint, inputs, cache, logits_to_keep))
+
+    def draft_logits(self, inputs: Inputs, cache: PairCache, steering: Steering) -> Float[Tensor, "batch tokens vocab"]:
+        """Run q and p on tokens that the target has not read; return q's logits, steered by the rule."""
+        if self.joint is None:
+            return super().draft_logits(inputs, cache, steering)
+        q, p = self._joint_logits(self.joint, inputs, cache, 0)
+        cache.retain.store(inputs.input_ids, q)
+        cache.forget.store(inputs.input_ids, p)
+        return steering.apply(q[..., : self.vocab_size].float(), divergence_of(q, p))
+
+    def _joint_logits(
+        self, joint: PreTrainedModel, inputs: Inputs, cache: PairCache | None, logits_to_keep: int
+    ) -> tuple[Tensor, ...]:
+        """Return the logits of q and of p after one pass of a batch of both."""
+        ids, mask, positions = inputs
+        logits = logits_of(
+            joint,
+            torch.cat([ids, ids]),
+            None if mask is None else torch.cat([mask, mask]),
+            positions if positions is None or len(positions) == 1 else torch.cat([positions, positions]),
+            None if cache is None else JointCache(cache),
+            logits_to_keep,
+        )
+        return logits.chunk(2)
 
 
 class AdaptedLinear(nn.Module):
