@@ -102,6 +102,20 @@ def sections(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_llms_txt_lists_every_page():
+    text = (ROOT / "docs" / "llms.txt").read_text()
+    assert text.startswith("# divdec\n\n> ")
+    assert set(re.findall(r"\]\((\w+\.md)\)", text)) >= {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_public_pages_stay_short():
+    """CONTRIBUTING.md has the limits."""
+    assert len(README.splitlines()) <= 150
+    pages = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
+    assert len(pages) - 1 <= 14
+    assert sum(len(page.read_text().split()) for page in pages) <= 24_000
+
+
 def test_documented_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:

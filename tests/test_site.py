@@ -51,6 +51,21 @@ def test_site_has_every_page(site):
     assert not (site / "site" / "hooks.py").exists()
 
 
+def test_site_has_the_markdown_of_every_page(site):
+    pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
+    # README.md is index.html; links between Markdown pages lead to Markdown.
+    sources = {
+        path.with_suffix(".md") if path.with_suffix(".md").exists() else path.with_name("README.md") for path in pages
+    }
+    assert [path for path in sources if not path.is_file()] == []
+    assert "](serving.md)" in (site / "README.md").read_text()
+
+
+def test_llms_txt_leads_to_markdown(site):
+    links = re.findall(r"\]\((\S+)\)", (site / "llms.txt").read_text())
+    assert [link for link in links if not (link.endswith(".md") and (site / link).is_file())] == []
+
+
 def test_site_has_every_command_and_its_options(site):
     from divdec.cli.app import app
 

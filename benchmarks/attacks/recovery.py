@@ -549,11 +549,11 @@ def run_pretrained(given):
     print(pretrained_table(content["results"], models))
 
 
-STEERED = "linear:1.5"  # the best setting of the comparison's grid on this world (docs/benchmarks.md)
+STEERED = "linear:1.5"  # the best setting of the comparison's grid on this world (docs/comparison.md)
 NGRAM, FORGET_AUXILIARY = "n-grams", "p alone"
-NGRAM_STEERING = "linear:20"  # between the settings that close 78 % and 100 % of the gap (docs/benchmarks.md)
+NGRAM_STEERING = "linear:20"  # the best setting of trigrams (research/studies/README.md)
 _BATCHES = (("batch_size", 16), ("gradient_accumulation", 1))
-# Each under its best setting in the comparison (docs/benchmarks.md), so that no method is attacked at a weak point of
+# Each under its best setting in the comparison (docs/comparison.md), so that no method is attacked at a weak point of
 # its grid; the student of the forget set alone is the paper's.
 CHECKPOINTS: dict[str, Trial] = {
     "distilled": Trial("distill", (("lr", 3e-4), ("rehearse", 0))),
@@ -626,7 +626,7 @@ class AttackTargets:
     def prompted(self) -> list[str]:
         """The models that are attacked by prompts: references, p, bundles, and students of a bundle.
 
-        The comparison measures gradient baselines under attack prompts (docs/benchmarks.md).
+        The comparison measures gradient baselines under attack prompts (docs/comparison.md).
         """
         students = [name for name, trial in CHECKPOINTS.items() if trial.method == "distill"]
         return [*REFERENCES, FORGET_AUXILIARY, *BUNDLES, NGRAM, *students]

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from outside `docs/`, a page of every command, and links that also work on GitHub."""
+"""Hooks of mkdocs: pages from outside `docs/` and of commands, links as on GitHub, the Markdown of each page."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COMMANDS = [name for name in app if not name.startswith("-")]
 # In the site these have the paths that they have in the repository; what is in docs/ moves to the top.
 OUTSIDE = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*",
-    "research/README.md", "research/studies/README.md",
+    "research/README.md", "research/studies/README.md", "research/studies/figures.sh",
 )  # fmt: skip
-LINK = re.compile(r"(?<=\]\()[^)\s#:]+")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))[^)\s#:]+")
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -46,8 +46,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links between files of the repository into links between pages."""
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Turn links between files of the repository into links between pages, and write the Markdown beside the page."""
     source = page.file.src_uri
     folder = posixpath.dirname(f"docs/{source}" if (ROOT / "docs" / source).is_file() else source)
 
@@ -57,7 +57,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return link[0]  # mkdocs says that it leads nowhere
         return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(source) or ".")
 
-    return LINK.sub(moved, markdown)
+    text = LINK.sub(moved, markdown)
+    output = Path(config.site_dir) / source  # for readers of llms.txt
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text)
+    return text
 
 
 def _overview() -> str:

@@ -1,6 +1,6 @@
 """Sequential requests (sustainability) and growing forget sets (scaling), with steered, distilled and baseline models.
 
-Paper, section Sustainability and Scaling and figure scal_sust; the tables of docs/paper.md. Step i of
+Paper, section Sustainability and Scaling and figure scal_sust; the results in research/studies/README.md. Step i of
 both protocols ends with the first i requests forgotten.
 
 - Sustainability: only the new request is at hand. A pair continues from the previous pair, a trained model from the

@@ -1,6 +1,6 @@
 """Each field of the API tries to recover a known log-probability: exactly at `full`, and not at the levels below.
 
-A field without an entry here fails `test_every_field_has_been_tried`. The table of docs/serving.md is made here.
+A field without an entry here fails `test_every_field_has_been_tried`. The table of docs/benchmarks.md is made here.
 """
 
 import bisect
@@ -222,7 +222,7 @@ def echo(client):
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A way to recover a log-probability, and what docs/serving.md says of it."""
+    """A way to recover a log-probability, and what docs/benchmarks.md says of it."""
 
     field: str
     measure: object
@@ -301,7 +301,7 @@ def test_levels_below_full_do_not(guarded, model, tokenizer, name):
 
 
 def test_documentation_has_the_table():
-    page = Path(__file__).parents[3].joinpath("docs/serving.md").read_text()
+    page = Path(__file__).parents[3].joinpath("docs/benchmarks.md").read_text()
     ranks = ", ".join(f"`{name}`" for name in RANKS)
     rows = [
         "| field | what a client computes with it at `full` | accepted below `full` |\n|---|---|---|",

@@ -2,7 +2,7 @@
 
 Position t of the logits predicts token t + 1; labels are token ids, −100 where nothing is learned. A log-probability
 of a sequence is log π(y | x), summed over its labelled tokens. Everything is computed in float32
-and in nats. docs/comparison.md lists differences from published code.
+and in nats. research/README.md lists differences from published code.
 """
 
 from __future__ import annotations
