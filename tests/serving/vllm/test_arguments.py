@@ -22,7 +22,12 @@ def test_vllm_arguments_of_bundle(bundle, own_checkpoints, tmp_path, monkeypatch
     assert options["--model"] == str(bundle)
     assert (options["--served-model-name"], options["--host"], options["--port"]) == ("steered", "127.0.0.1", "9000")
     drafts = json.loads(options["--speculative-config"])
-    assert drafts == {"method": "draft_model", "model": str(own_checkpoints / "retain"), "num_speculative_tokens": 4}
+    assert drafts == {
+        "method": "draft_model",
+        "model": str(own_checkpoints / "retain"),
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": drafts["num_speculative_tokens_per_batch_size"],
+    }
     assert json.loads(options["--additional-config"]) == {"divdec": {"verify": True}}
     assert options["--generation-config"] == "vllm"
     assert inputs[-2:] == ["--dtype", "float32"]
@@ -30,6 +35,24 @@ def test_vllm_arguments_of_bundle(bundle, own_checkpoints, tmp_path, monkeypatch
     assert refusing["--middleware"] == "divdec.serving.logprobs.RefuseLogprobs"
     with pytest.raises(UsageError, match="'top-1'; accepted with --engine vllm: off, full"):
         engine_arguments(str(bundle), logprobs="top-1")
+
+
+@pytest.mark.parametrize(("accelerator", "fewest"), [(True, 0), (False, 1)])
+def test_large_batches_have_few_drafts(bundle, monkeypatch, accelerator, fewest):
+    """Eight sequences are drafted for; above, none on a GPU and one token on a CPU."""
+    monkeypatch.setattr(configuration.torch.accelerator, "is_available", lambda: accelerator)
+    drafts = json.loads(options_of(engine_arguments(str(bundle), speculative=4))["--speculative-config"])
+    assert drafts["num_speculative_tokens_per_batch_size"] == [[1, 8, 4], [9, 9, fewest]]
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_reads_the_number_of_drafts_by_batch(bundle):
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    drafts = json.loads(options_of(engine_arguments(str(bundle), speculative=4))["--speculative-config"])
+    ranges = drafts["num_speculative_tokens_per_batch_size"]
+    assert build_dynamic_sd_schedule_lookup(ranges, 32, 4)[1:] == [4] * 8 + [ranges[-1][-1]] * 24
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,11 @@ def test_tensor_parallel_with_two_families_ngrams_and_registry(ask, make_bundle,
 
 
 def test_q_drafts_with_ngrams_and_registry(ask, make_bundle, make_registry, ngrams, models, texts, prompts):
-    """Prompts are read in pieces of 32 tokens, and blocks of drafts are rejected in the middle."""
+    """Prompts are read in pieces of 32 tokens, and drafts are rejected in the middle; five sequences have one each."""
     registry = make_registry(texts[:40])
     bundle = make_bundle(ngram=ngrams, ngram_weight=4.0, registry=registry)
     drafts = {"method": "draft_model", "model": str(models / "retain"), "num_speculative_tokens": 3}
+    drafts |= {"num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 5, 1]]}
     rounds = [requests(prompts, logprobs=5, prompt_logprobs=5), requests(prompts, temperature=1.0, logprobs=5)]
     options = ALONE | EAGER | {"max_num_batched_tokens": 64, "max_num_seqs": 8, "speculative_config": drafts}
     greedy, sampled = ask(bundle, rounds, **options)

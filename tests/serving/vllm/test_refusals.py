@@ -83,6 +83,11 @@ def test_unsupported_vllm_options_are_rejected(
     for variable in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
         cases[variable] = case(plain, {variable: "1"}), f"{variable} is set"
     cases["another tokenizer"] = case(plain, tokenizer=str(models / "target")), "--tokenizer is"
+    # Of vLLM's second model runner alone.
+    second = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    cases["forced tokens"] = case(plain, second, enable_trace_replay=True), "--enable-trace-replay is True"
+    masked = {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
+    cases["candidates of sampling"] = case(plain, second, **masked), "--return-sampling-mask is True"
     longer = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     cases["longer than the models"] = case(plain, longer, max_model_len=300), "--max-model-len is 300"
     lossy = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

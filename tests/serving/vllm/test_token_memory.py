@@ -1,12 +1,22 @@
 """Codes of tokens: exact in every dtype, and nothing is read from what is no code."""
 
+import types
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.errors import FailedClosed
-from divdec.serving.vllm.token_memory import GENUINE, TRIAL, ContextReader, bits_for, encode, read_contexts
+from divdec.serving.vllm.token_memory import (
+    GENUINE,
+    TRIAL,
+    ContextReader,
+    TokenMemory,
+    bits_for,
+    encode,
+    read_contexts,
+)
 
 SIZES = st.sampled_from([2, 3, 512, 513, 50257, 151936, 262144])
 
@@ -74,3 +84,23 @@ def test_vllm_dummy_runs_have_empty_context():
     random[0] = TRIAL
     random[1, 0] = 1.0  # what rounding makes of a number close to it
     assert read_contexts(random, 4).tolist() == [[-1] * 4] * 6
+
+
+class OnGpu(torch.Tensor):
+    """Token ids that say they are on a GPU."""
+
+    is_cuda = True
+
+
+def test_graph_without_attention_fails_closed(monkeypatch):
+    """Replayed, its rows would be dummies, and the first answers would lack n-grams and takedown requests."""
+    memory = TokenMemory.__new__(TokenMemory)
+    torch.nn.Module.__init__(memory)
+    memory.width, memory.dtype = 4 + 4 * 9, torch.float32
+    memory._forward_context = lambda: types.SimpleNamespace(attn_metadata=None)
+    ids, positions = torch.tensor([5, 6]).as_subclass(OnGpu), torch.tensor([0, 1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(FailedClosed, match="set VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+        memory(ids, positions)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert (memory(ids, positions) == TRIAL).all()

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import divdec.takedowns  # noqa: F401  # opens registries that bundles name
 from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
@@ -43,6 +45,7 @@ MISSING = (
 OWN = {"model", "host", "port", "api-key", "speculative-config", "additional-config", "config", "tokenizer"}
 OWN |= {"served-model-name", "hf-overrides", "model-tag"}
 MAX_DRAFT = 16
+MAX_DRAFT_BATCH = 8  # sequences in a step; the target verifies the drafts of more in longer than they save
 MAX_LOOKUP = 4  # tokens of the text's end that vLLM searches for in the text to draft what followed them
 
 # Path of a setting in vLLM's configuration, the accepted values, and the command-line option.
@@ -64,6 +67,8 @@ SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("model_config.enable_prompt_embeds", (False,), "--enable-prompt-embeds"),
     ("model_config.enable_sleep_mode", (False,), "--enable-sleep-mode"),
     ("model_config.logits_processors", (None, []), "--logits-processors"),
+    ("model_config.enable_trace_replay", (False,), "--enable-trace-replay"),
+    ("model_config.return_sampling_mask", (False,), "--return-sampling-mask"),
     ("load_config.load_format", ("auto", "hf", "safetensors"), "--load-format"),
     ("cache_config.cache_dtype", ("auto", "fp8", "fp8_e4m3"), "--kv-cache-dtype"),
     ("cache_config.kv_sharing_fast_prefill", (False,), "--kv-sharing-fast-prefill"),
@@ -381,8 +386,8 @@ def engine_arguments(
     Args:
         bundle: folder or hub id.
         name: name of the model for clients; by default the bundle's folder or hub id.
-        speculative: number of drafted tokens; the drafter is the retain auxiliary, or repetitions in the text if the
-            bundle has no neural pair.
+        speculative: number of drafted tokens for up to `MAX_DRAFT_BATCH` sequences, above which vLLM drafts none (one
+            on a CPU); the drafter is the retain auxiliary, or repetitions in the text if the bundle has no neural pair.
         registry: folder of a registry of takedown requests to follow; by default the bundle's.
         logprobs: 'off' or 'full', as for `divdec serve`; by default 'off' with a registry and 'full' without.
         verify: compare weights with the bundle's digests.
@@ -416,7 +421,12 @@ def engine_arguments(
         drafts: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": MAX_LOOKUP}
         if "retain_auxiliary" in parts.bundle.paths:
             drafts = {"method": "draft_model", "model": str(parts.bundle.paths["retain_auxiliary"])}
-        arguments += ["--speculative-config", json.dumps({**drafts, "num_speculative_tokens": speculative})]
+        # On a CPU a request with top_k stops vLLM 0.32's sampler in a step without drafts.
+        fewest = 0 if torch.accelerator.is_available() else 1
+        # vLLM uses the last range for larger batches too.
+        ranges = [[1, MAX_DRAFT_BATCH, speculative], [MAX_DRAFT_BATCH + 1, MAX_DRAFT_BATCH + 1, fewest]]
+        drafts |= {"num_speculative_tokens": speculative, "num_speculative_tokens_per_batch_size": ranges}
+        arguments += ["--speculative-config", json.dumps(drafts)]
     if (logprobs or default_level(parts.takedowns is not None)) == "off":
         arguments += ["--middleware", MIDDLEWARE]
     return [*arguments, *extra]

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.token_cache import PADDING
 from divdec.fail_closed import check
 
@@ -77,8 +77,17 @@ class TokenMemory(nn.Module):
         Args:
             input_ids: token ids.
             positions: positions in their sequences.
+
+        Raises:
+            FailedClosed: vLLM captures a CUDA graph without attention.
         """
         if self._forward_context().attn_metadata is None:  # vLLM measures its memory; there are no keys yet
+            if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+                # A replayed graph would contain this branch, and requests would be answered without their tokens.
+                raise FailedClosed(
+                    "vLLM captures the whole model in a CUDA graph without its attention (breakable CUDA graphs); "
+                    "accepted: graphs of compiled parts; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+                )
             return torch.full((len(input_ids), self.width), TRIAL, dtype=self.dtype, device=input_ids.device)
         mark = torch.full((len(input_ids), 1), GENUINE, dtype=self.dtype, device=input_ids.device)
         current = encode(input_ids, self.token_bits, self.dtype)
