@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import typing
 from typing import Annotated, Any
@@ -15,6 +16,11 @@ from divdec.options import check_at_least, check_positive, option
 
 class CheckedSettings:
     """Base class of dataclasses whose annotated fields are checked; None is accepted."""
+
+    def __init_subclass__(cls) -> None:
+        # cyclopts would look up the types of inherited fields in the subclass's module, which need not import them.
+        hints = typing.get_type_hints(cls, include_extras=True)
+        cls.__annotations__ = {name: hints[name] for name in inspect.get_annotations(cls)}
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(type(self), include_extras=True).items():

@@ -1,7 +1,13 @@
 """The gradient methods on a tiny target that has learned what it is to forget: real training, in seconds."""
 
 import dataclasses
+import importlib
 import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,28 +20,16 @@ from divdec.errors import Interrupted
 from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
-from divdec_research.baselines import gradient, losses
-from divdec_research.baselines.gradient import (
-    IDK_ANSWERS,
-    GradDiff,
-    IdkDPO,
-    draw_idk_answers,
-    log_probabilities_of,
-    read_lines,
-    reference_log_probabilities,
-)
 from divdec_research.baselines.job import Job
-from divdec_research.baselines.methods import METHODS
-from divdec_research.baselines.representations import RMU, control_vector, freeze_others
+from divdec_research.baselines.method import METHODS, read_lines
+from divdec_research.baselines.methods.grad_diff import GradDiff, GradDiffSettings
+from divdec_research.baselines.methods.idk_dpo import IDK_ANSWERS, IdkDPO, IdkDPOSettings, draw_idk_answers, idk_dpo
+from divdec_research.baselines.methods.npo import NPO, NPOSettings, npo
+from divdec_research.baselines.methods.rmu import RMU, RMUSettings, control_vector, freeze_others, misdirection
+from divdec_research.baselines.methods.simnpo import SimNPO, SimNPOSettings
+from divdec_research.baselines.methods.undial import UNDIAL, UNDIALSettings
+from divdec_research.baselines.objective import log_probabilities_of
 from divdec_research.baselines.run import build_method
-from divdec_research.baselines.settings import (
-    GradDiffSettings,
-    IdkDPOSettings,
-    NPOSettings,
-    RMUSettings,
-    SimNPOSettings,
-    UNDIALSettings,
-)
 from divdec_research.world.models import Shape, new_model
 from support.stopping import stopping_at
 from support.tiny import tiny_model
@@ -80,7 +74,7 @@ def job(target, world, tokenizer, tmp_path):
 
 
 def settings_of(name, **options):
-    return METHODS[name].settings(**{**COMMON, **OPTIONS[name], **options})
+    return METHODS[name].settings(**{**COMMON, **OPTIONS.get(name, {}), **options})
 
 
 def make(job, name, output, **options):
@@ -170,14 +164,14 @@ def other(tokenizer):
     return new_model(Shape(32, LAYERS, 2, 64), tokenizer, seed=5).eval()
 
 
-def test_precomputed_reference_log_probs_match_reference_model(job, target, other, tokenizer):
+def test_precomputed_reference_log_probs_match_reference_model(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     settings = settings_of("npo")
-    known = reference_log_probabilities(frozen, tokenizer, job.forget_examples, 3)
-    objective = gradient.NPO(settings, known)
+    objective = NPO(job, settings)
+    objective.prepare(frozen)
     for batch in batches(job):
         slow = log_probabilities_of(frozen, model_inputs(batch)).detach()
-        expected = losses.npo(log_probabilities_of(other, model_inputs(batch)), slow, settings.beta)
+        expected = npo(log_probabilities_of(other, model_inputs(batch)), slow, settings.beta)
         torch.testing.assert_close(objective.forget_loss(other, batch), expected)
         # The policy that is still the reference.
         start = objective.forget_loss(frozen, batch).item()
@@ -188,13 +182,14 @@ def test_idk_dpo_pairs_each_question_with_idk_answer(job, target, other, tokeniz
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     settings = settings_of("idk-dpo")
     idk = encode_records(draw_idk_answers(job.forget, IDK_ANSWERS, 0).records, tokenizer)
-    known = [reference_log_probabilities(frozen, tokenizer, some, 3) for some in (job.forget_examples, idk)]
-    objective = IdkDPO(settings, *known)
+    objective = IdkDPO(job, settings)
+    objective.prepare(frozen)
+    assert objective.companions == {"idk": idk}
     companions = {"retain": Companion(job.retain_examples), "idk": Companion(idk, drawn=False)}
     for batch in batches(job, companions):
         chosen, rejected = model_inputs(batch, "idk"), model_inputs(batch)
         with torch.no_grad():
-            expected = losses.idk_dpo(
+            expected = idk_dpo(
                 *(log_probabilities_of(model, some) for model in (other, frozen) for some in (chosen, rejected)),
                 settings.beta,
             )
@@ -210,11 +205,12 @@ def test_idk_dpo_raises_idk_answer_probability(job, models):
 def test_retain_terms_are_weighted(job, target, other):
     frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
-    kl = GradDiff(GradDiffSettings(retain_loss="kl"), frozen)
+    kl = GradDiff(job, GradDiffSettings(retain_loss="kl"))
+    kl.prepare(other)
     retain = model_inputs(batch, "retain")
     assert kl.retain_loss(frozen, retain).item() == pytest.approx(0, abs=1e-6)
     assert kl.retain_loss(other, retain).item() > 1
-    weighted = GradDiff(GradDiffSettings(gamma=2.0, alpha=3.0))
+    weighted = GradDiff(job, GradDiffSettings(gamma=2.0, alpha=3.0))
     nll = other(**retain).loss
     expected = -2 * other(**model_inputs(batch)).loss + 3 * nll
     torch.testing.assert_close(weighted.loss(other, batch, None), expected)
@@ -230,13 +226,13 @@ def test_simnpo_normalizes_by_answer_length(job, other):
         )
         for row in range(4)
     ]
-    torch.testing.assert_close(gradient.SimNPO(settings).forget_loss(other, batch), torch.stack(terms).mean())
+    torch.testing.assert_close(SimNPO(job, settings).forget_loss(other, batch), torch.stack(terms).mean())
 
 
 def test_undial_without_retain_term_skips_retain_set(job, target, other):
-    frozen = AutoModelForCausalLM.from_pretrained(target).eval()
     batch = batches(job)[0]
-    objective = gradient.UNDIAL(UNDIALSettings(), frozen)
+    objective = UNDIAL(job, UNDIALSettings())
+    objective.prepare(other)
     torch.testing.assert_close(objective.loss(other, model_inputs(batch), None), objective.forget_loss(other, batch))
 
 
@@ -301,6 +297,38 @@ def test_different_seeds_and_settings_give_different_weights(job, tmp_path):
         assert not torch.equal(result["first"], result[name])
 
 
+# A new method.
+
+
+def test_method_of_the_readme_is_one_file(job, target, tmp_path, monkeypatch):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "min_likelihood.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        importlib.import_module("min_likelihood")
+        built, model = make(job, "min-likelihood", tmp_path / "out", learning_rate=3e-3)
+    finally:
+        METHODS.pop("min-likelihood", None)
+        sys.modules.pop("min_likelihood", None)
+    before = AutoModelForCausalLM.from_pretrained(target)
+    forget, retain = (
+        [probability(one, examples, job.tokenizer) for one in (before, model)]
+        for examples in (job.forget_examples, job.retain_examples)
+    )
+    assert forget[1] < 0.8 * forget[0]
+    assert retain[1] / retain[0] > forget[1] / forget[0]
+    assert "MinLikelihood" in (built.folder / "README.md").read_text()
+    # The command line has the method and its options, without torch.
+    command = "import sys, min_likelihood; from divdec.cli import main; main(['baseline', 'min-likelihood', '--help'])"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{command}; print('torch' in sys.modules)"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.stdout.rstrip().endswith("False"), result.stderr
+    assert "--retain-loss" in result.stdout
+
+
 # RMU.
 
 
@@ -309,8 +337,9 @@ def test_rmu_reads_output_of_its_layer(job, target):
     batch = batches(job)[0]
     seen = []
     handle = model.model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
-    objective = RMU(RMUSettings(layer=1), torch.zeros(32), model, logits_to_keep=1)
-    result = objective._hidden(model, model_inputs(batch))
+    objective = RMU(job, RMUSettings(layer=1))
+    objective.prepare(model)
+    result = objective.hidden_states(model, model_inputs(batch))
     handle.remove()
     hidden = seen[0] if isinstance(seen[0], torch.Tensor) else seen[0][0]
     assert torch.equal(result, hidden)
@@ -320,18 +349,20 @@ def test_rmu_moves_forget_activations_and_preserves_retain_activations(job, mode
     settings, before = settings_of("rmu"), models["target"]
     control = control_vector(32, settings.coefficient, job.seed)
     batch = batches(job)[0]
-    objective = RMU(settings, control, before)
+    objective = RMU(job, settings)
+    objective.prepare(AutoModelForCausalLM.from_pretrained(job.target))
+    assert torch.equal(objective.control, control)
     with torch.no_grad():
         hidden = {
-            name: [objective._hidden(one, model_inputs(batch, name)) for one in (before, models["rmu"])]
+            name: [objective.hidden_states(one, model_inputs(batch, name)) for one in (before, models["rmu"])]
             for name in ("", "retain")
         }
     labels = batch["labels"]
     aim = control.view(1, 1, -1)
-    to_aim = [losses.misdirection(some, aim, labels).item() for some in hidden[""]]
+    to_aim = [misdirection(some, aim, labels).item() for some in hidden[""]]
     assert to_aim[1] < 0.85 * to_aim[0]
-    moved = losses.misdirection(hidden[""][1], hidden[""][0], labels).item()
-    held = losses.misdirection(hidden["retain"][1], hidden["retain"][0], batch["retain_labels"]).item()
+    moved = misdirection(hidden[""][1], hidden[""][0], labels).item()
+    held = misdirection(hidden["retain"][1], hidden["retain"][0], batch["retain_labels"]).item()
     assert held < 0.5 * moved
 
 

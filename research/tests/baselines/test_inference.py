@@ -24,25 +24,23 @@ from divdec.evaluation.scoring import gradient_norm, score
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
-from divdec_research.baselines import auto, logits  # noqa: F401  composites load
-from divdec_research.baselines.composite import CompositeForCausalLM, Step
-from divdec_research.baselines.eco import corrupt
-from divdec_research.baselines.embedder import SentenceEmbedder, find_embedder
-from divdec_research.baselines.filters import names_of, ngrams_of
-from divdec_research.baselines.guard import Trie, embed_tokens, forbidden_words, similarity_costs
+from divdec_research.baselines import auto  # noqa: F401  composites load
+from divdec_research.baselines.composite import CompositeForCausalLM
+from divdec_research.baselines.decoding import Step, Trie, plausible
 from divdec_research.baselines.job import Job
-from divdec_research.baselines.methods import METHODS
-from divdec_research.baselines.prompts import PromptLayout, find_layout, fit_classifier
-from divdec_research.baselines.representations import Activations, down_projections, redirected
+from divdec_research.baselines.method import METHODS
+from divdec_research.baselines.methods.eco import ECOSettings, corrupt
+from divdec_research.baselines.methods.guard import GUARDSettings, forbidden_words, similarity_costs
+from divdec_research.baselines.methods.guardrail import names_of
+from divdec_research.baselines.methods.lunar import Activations, LUNARSettings, down_projections, redirected
+from divdec_research.baselines.methods.ngram_filter import ngrams_of
+from divdec_research.baselines.methods.offset import OffsetAscent, offset
+from divdec_research.baselines.methods.ucd import UCD, UCDSettings
+from divdec_research.baselines.methods.uld import ULD, RememberAndForget, ULDSettings, kl_from_uniform
+from divdec_research.baselines.methods.whp import WHP, WHPSettings
+from divdec_research.baselines.objective import answer_logits
+from divdec_research.baselines.prompts import PromptLayout, SentenceEmbedder, find_embedder, find_layout, fit_classifier
 from divdec_research.baselines.run import build_method
-from divdec_research.baselines.settings import (
-    ECOSettings,
-    GUARDSettings,
-    LUNARSettings,
-    UCDSettings,
-    ULDSettings,
-    WHPSettings,
-)
 from divdec_research.world.models import Shape, new_model
 from support.exactness import assert_same_answer
 
@@ -241,50 +239,50 @@ def test_beam_search_scores_losses_and_gradients(name, job, load):
 
 def test_whp_matches_hand_computed_values():
     target, reinforced = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([3.0, 0.0, 0.5])
-    torch.testing.assert_close(logits.whp(target, reinforced, 2.0), torch.tensor([0.0, 1.0, -1.0]))
+    torch.testing.assert_close(WHP.formula(target, reinforced, 2.0), torch.tensor([0.0, 1.0, -1.0]))
 
 
 def test_uld_matches_hand_computed_values():
     target = torch.tensor([[3.0, 2.0, -9.0]])
     assistant = torch.tensor([[8.0, 1.0, 1.0]]).softmax(-1).mul(1).log() + 5.0  # a constant says nothing
-    found = logits.uld(target, assistant, 0.5, 0.1)
+    found = ULD.formula(target, assistant, 0.5, 0.1)
     assert float(found[0, 0] - found[0, 1]) == pytest.approx(1.0 - 0.5 * 7.0, abs=1e-5)
     assert float(found[0, 2]) == pytest.approx(-9.0)  # below both already
     uniform = torch.full((1, 3), 7.0)
-    torch.testing.assert_close(logits.uld(target, uniform, 0.8, 0.1), target)
+    torch.testing.assert_close(ULD.formula(target, uniform, 0.8, 0.1), target)
 
 
 def test_ucd_matches_hand_computed_values():
     target = torch.tensor([4.0, 3.0, 1.9, 0.0])
     clean, unclean = torch.tensor([0.1, 0.4, 0.25, 0.25]).log(), torch.tensor([0.4, 0.1, 0.25, 0.25]).log()
-    found = logits.ucd(target, clean, unclean, 1.0, 0.3)
+    found = UCD.formula(target, clean, unclean, 1.0, 0.3)
     shift = torch.tensor(4.0).log().item()
     torch.testing.assert_close(found[:2], torch.tensor([4.0 - shift, 3.0 + shift]))
     # e^-2.1 and e^-4 of the first: implausible, and no likelier than the least of the plausible, 4 - log 4 > 1.9.
     torch.testing.assert_close(found[2:], torch.tensor([1.9, 0.0]))
-    strong = logits.ucd(target, clean, unclean, 3.0, 0.3)
+    strong = UCD.formula(target, clean, unclean, 3.0, 0.3)
     assert strong[2] <= strong[0] < strong[1]
     assert strong[2] - strong[3] == pytest.approx(1.9)
     assert strong.isfinite().all()
-    assert logits.plausible(target, 0.0).all()
+    assert plausible(target, 0.0).all()
 
 
 def test_helper_model_losses_match_hand_computed_values(target, job):
-    assert float(logits.kl_from_uniform(torch.zeros(2, 5))) == pytest.approx(0.0, abs=1e-6)
+    assert float(kl_from_uniform(torch.zeros(2, 5))) == pytest.approx(0.0, abs=1e-6)
     p = torch.tensor([0.5, 0.25, 0.25])
     expected = sum(1 / 3 * (torch.tensor(1 / 3) / q).log() for q in p)
-    assert float(logits.kl_from_uniform(p.log()[None])) == pytest.approx(float(expected), abs=1e-6)
+    assert float(kl_from_uniform(p.log()[None])) == pytest.approx(float(expected), abs=1e-6)
     base = load_model(job.base).eval()
     ids, mask = batch(job.forget_examples[:2])
     labels = ids.masked_fill(mask == 0, -100)
     one = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     rows = one | {f"retain_{name}": tensor for name, tensor in one.items()}
     # An untrained offset changes nothing: what is left is the target's own loss, with its sign turned.
-    chosen, wanted = logits.answer_logits(target, one)
-    found = logits.OffsetAscent(target, base, 1.0).loss(base, rows, None)
+    chosen, wanted = answer_logits(target, one)
+    found = OffsetAscent(target, base, 1.0).loss(base, rows, None)
     torch.testing.assert_close(found, -F.cross_entropy(chosen, wanted))
-    remember = logits.RememberAndForget(2.0).loss(target, rows, None)
-    torch.testing.assert_close(remember, F.cross_entropy(chosen, wanted) + 2 * logits.kl_from_uniform(chosen))
+    remember = RememberAndForget(2.0).loss(target, rows, None)
+    torch.testing.assert_close(remember, F.cross_entropy(chosen, wanted) + 2 * kl_from_uniform(chosen))
 
 
 def test_offset_matches_linear_steering(load, job, tmp_path):
@@ -294,7 +292,7 @@ def test_offset_matches_linear_steering(load, job, tmp_path):
     ids = torch.tensor([job.forget_examples[0].input_ids])
     with torch.inference_mode():
         parts = [part(ids).logits for part in (model.target, model.experts.retain, model.experts.forget)]
-        torch.testing.assert_close(model(ids).logits.log_softmax(-1), logits.offset(*parts).log_softmax(-1))
+        torch.testing.assert_close(model(ids).logits.log_softmax(-1), offset(*parts).log_softmax(-1))
     same = load_model(job.base)
     assert all(torch.equal(a, b) for a, b in zip(same.parameters(), model.experts.forget.parameters(), strict=True))
 
@@ -314,10 +312,10 @@ def test_helper_models_are_trained_once(job, tmp_path):
 def test_uld_assistant_with_adapters_and_from_base_model(job, tmp_path):
     make(job, "uld", tmp_path / "adapters", epochs=1.0, lora_rank=4, layers=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
-    assert model.decoding.model("assistant").config.num_hidden_layers == 1
+    assert model.decoding.models["assistant"].config.num_hidden_layers == 1
     make(job, "uld", tmp_path / "base", epochs=1.0, assistant="base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert model.decoding.model("assistant").config.hidden_size == 32
+    assert model.decoding.models["assistant"].config.hidden_size == 32
 
 
 def test_missing_or_changed_helper_model_raises(job, tmp_path):
@@ -370,7 +368,7 @@ def test_inputs_that_bypass_the_method_are_rejected(load, tmp_path):
 def test_non_finite_logit_raises(load):
     model = copy.deepcopy(load("whp"))
     with torch.no_grad():
-        model.decoding.model("reinforced").model.norm.weight.fill_(torch.inf)
+        model.decoding.models["reinforced"].model.norm.weight.fill_(torch.inf)
     with pytest.raises(FailedClosed, match="not finite"):
         model(torch.tensor([[5, 6, 7]]))
 
@@ -601,7 +599,7 @@ def test_guard_penalizes_similar_tokens():
 
 def test_guard_embeds_text_of_tokens(job, tokenizer):
     embedder = SentenceEmbedder(job.base.parent / EMBEDDER)
-    found = embed_tokens(embedder, tokenizer)
+    found = embedder.embed_tokens(tokenizer)
     assert found.shape == (len(tokenizer), 64)
     token = next(id for id in range(len(tokenizer)) if tokenizer.decode([id]).startswith(" w"))
     expected = embedder.embed([tokenizer.decode([token]).strip()])[0]
@@ -695,7 +693,7 @@ def test_guardrail_filter_moves_probability_to_the_refusal(job, load, target):
 
 def test_guardrail_prompt_is_read_before_conversation(job, load, target):
     model = load("guardrail", mode="prompt")
-    prefix = model.decoding.get_buffer("prefix")
+    prefix = model.decoding.prefix
     text = job.tokenizer.decode(prefix)
     names = names_of(job.forget, job.retain)
     assert names

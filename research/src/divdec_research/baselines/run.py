@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,29 +17,12 @@ from divdec.model.checkpoint import check_apart, common_vocabulary_of, input_dig
 from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, RunFolder, output_folder, path_digests
 from divdec.training.inputs import join_processes, limit_length, on_main, report_cut, report_sets, resolve_trainable
-from divdec_research.baselines.eco import build_eco
-from divdec_research.baselines.filters import build_guardrail, build_ngram_filter
-from divdec_research.baselines.gradient import train_gradient_method
-from divdec_research.baselines.guard import build_guard
-from divdec_research.baselines.job import BuiltModel, Job
-from divdec_research.baselines.logits import build_offset, build_ucd, build_uld, build_whp
-from divdec_research.baselines.methods import Method, method_of
-from divdec_research.baselines.representations import build_lunar, train_rmu
+from divdec_research.baselines.job import Job
+from divdec_research.baselines.method import BuiltModel, Method, method_of
 from divdec_research.baselines.settings import BaselineSettings, HelpedSettings
+from divdec_research.baselines.training import train_target
 
 MODEL, WORK = "model", "work"
-_BUILDERS: dict[str, Callable[[Job, Any, Path], BuiltModel]] = {
-    "rmu": train_rmu,
-    "whp": build_whp,
-    "offset": build_offset,
-    "uld": build_uld,
-    "ucd": build_ucd,
-    "guard": build_guard,
-    "eco": build_eco,
-    "ngram-filter": build_ngram_filter,
-    "guardrail": build_guardrail,
-    "lunar": build_lunar,
-}
 
 
 def build_method(job: Job, settings: Any, output: Path) -> BuiltModel:
@@ -54,7 +38,13 @@ def build_method(job: Job, settings: Any, output: Path) -> BuiltModel:
         Interrupted: on Ctrl-C; the same call continues.
         Diverged: a loss is not finite.
     """
-    return _BUILDERS.get(method_of(settings).name, train_gradient_method)(job, settings, output)
+    method = method_of(settings)
+    if method.objective is not None:
+        return train_target(method, method.objective(job, settings), output)
+    assert method.build is not None
+    started = time.perf_counter()
+    built = method.build(job, settings, output)
+    return built if built.seconds is not None else dataclasses.replace(built, seconds=time.perf_counter() - started)
 
 
 def run_baseline(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
 
 from divdec.errors import UsageError
 from divdec.options import (
@@ -63,10 +62,8 @@ class ImageTrainSettings(Optimization, OutputFolder):
     forget: tuple[str, ...] = ()
     """Classes to forget, by name or number. By default a random half of the classes."""
     base: str | None = None
-    """Small image model that both auxiliaries start from; the target itself by default, as in the paper."""
-    init_forget_from: Literal["base", "retain"] | None = None
-    """'retain' starts p from the trained q, which reduces noise in the divergence of small models; this is the default
-    with --base. 'base' starts p from the base."""
+    """Small image model that the auxiliaries start from; p then starts from the trained q. By default both start from
+    the target itself, as in the paper."""
     steering: str = "linear:1"
     """Rule written into the bundle."""
     base_lr: float | None = None

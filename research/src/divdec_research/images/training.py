@@ -92,7 +92,8 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
                 output=str(output / "pair"),
                 target=settings.target,
                 recipe="forget-retain",
-                init_forget_from=settings.init_forget_from or ("base" if settings.base is None else "retain"),
+                # From the trained q, which reduces noise in the divergence of small models.
+                init_forget_from="base" if settings.base is None else "retain",
                 steering=settings.steering,
                 lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
                 max_length=layout.length + 1,

@@ -1,139 +1,22 @@
-"""RMU and LUNAR: methods that change a model's hidden states.
+"""LUNAR: change one projection so that the activations of forget prompts resemble those of unanswerable prompts.
 
-RMU (Li et al. 2024, The WMDP Benchmark: Measuring and Reducing Malicious Use With Unlearning, section 4.2) trains: it
-steers hidden states of forget tokens to a random vector and keeps hidden states of retain tokens unchanged. LUNAR (Shen
-et al. 2025) changes one MLP down-projection in closed form, so that forget prompts are read as prompts that the model
-cannot answer. The results are ordinary checkpoints.
+Shen et al. 2025, LLM Unlearning via Neural Activation Redirection. One MLP down-projection is changed in closed form;
+the result is an ordinary checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
-import time
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-
-from divdec.data.formatting import encode_prompts, encode_set, left_padded, padding_id
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
-from divdec.model.checkpoint import load_config, load_model
-from divdec.passes import positions_of
-from divdec.training.inputs import Companion, model_inputs
-from divdec_research.baselines import losses
-from divdec_research.baselines.gradient import RETAIN, Batch, frozen_target, read_lines, unlearn
-from divdec_research.baselines.job import BuiltModel, Job
-from divdec_research.baselines.settings import LUNARSettings, RMUSettings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-# Names in transformers' models of layers, and of the matrix that ends an MLP.
-LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-DOWN_PROJECTION = re.compile(r"\.(?:down_proj|dense_4h_to_h|fc2|mlp\.c_proj)(?:\.weight)?$")
-LAYERS_TRAINED = 3  # the steered one and the two before it
-
-
-class RMU(nn.Module):
-    """‖h − c·u‖² on forget tokens + α · ‖h − h_frozen‖² on retain tokens, h at layer ℓ."""
-
-    counts_tokens = False
-    control: Tensor
-
-    def __init__(
-        self, settings: RMUSettings, control: Float[Tensor, " width"], reference: PreTrainedModel, **options: Any
-    ) -> None:
-        """Take c·u and the frozen target; `options` are further arguments of the forward pass."""
-        super().__init__()
-        self.settings = settings
-        self.register_buffer("control", control)
-        self.reference = reference
-        self.options = options
-
-    def loss(self, model: PreTrainedModel, batch: Batch, labelled: Tensor | int | None) -> losses.Loss:
-        """See `Objective.loss`."""
-        forget, retain = model_inputs(batch), model_inputs(batch, RETAIN)
-        steered = self._hidden(model, forget)
-        loss = losses.misdirection(steered, self.control.view(1, 1, -1), forget["labels"])
-        if self.settings.alpha:
-            with torch.no_grad():
-                original = self._hidden(self.reference, retain)
-            moved = losses.misdirection(self._hidden(model, retain), original, retain["labels"])
-            loss = loss + self.settings.alpha * moved
-        return loss
-
-    def _hidden(self, model: PreTrainedModel, inputs: Batch) -> Float[Tensor, "batch tokens width"]:
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False, **self.options)
-        return output.hidden_states[self.settings.layer + 1]  # the first are the embeddings
-
-
-def train_rmu(job: Job, settings: RMUSettings, output: Path) -> BuiltModel:
-    """Train with RMU; see `build_method`.
-
-    Raises:
-        UsageError: the layer does not exist, is the last one, or has no weights that `trainable` names.
-    """
-    config = load_config(job.target).get_text_config(decoder=True)
-    # transformers normalises the last layer's output before returning it, and only the head reads it.
-    last = config.num_hidden_layers - 2
-    if settings.layer > last:
-        there_are = f"accepted: 0 to {last}" if last > 0 else "accepted: 0" if last == 0 else "none can be steered"
-        raise UsageError(
-            f"layer is {settings.layer}, but the target has {config.num_hidden_layers} layers; {there_are} "
-            "(the last cannot be steered)"
-        )
-
-    def objective(model: PreTrainedModel) -> RMU:
-        freeze_others(model, settings)
-        # Logits are not used; those of one token cost almost nothing.
-        few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        control = control_vector(config.hidden_size, settings.coefficient, job.seed)
-        return RMU(settings, control, frozen_target(job), **few)
-
-    return unlearn(job, settings, output, objective, {RETAIN: Companion(job.retain_examples)})
-
-
-def control_vector(width: int, coefficient: float, seed: int) -> Float[Tensor, " width"]:
-    """Draw c·u: u has entries uniform on [0, 1) and is scaled to length 1."""
-    direction = torch.rand(width, generator=torch.Generator().manual_seed(seed))
-    return coefficient * direction / direction.norm()
-
-
-def freeze_others(model: PreTrainedModel, settings: RMUSettings) -> None:
-    """Freeze every weight that RMU does not train.
-
-    Raises:
-        UsageError: no weight would be trained.
-    """
-    first = settings.layer - LAYERS_TRAINED + 1
-    trained = 0
-    for name, weight in model.named_parameters():
-        match = LAYER.search(name)
-        layer = int(match.group(1)) if match else None
-        near = layer is not None and first <= layer <= settings.layer
-        weight.requires_grad_(
-            {
-                "down-projections": near and DOWN_PROJECTION.search(name) is not None,
-                "layers": near,
-                # Weights above the layer get no gradient; embeddings have no layer number.
-                "all": layer is None or layer <= settings.layer,
-            }[settings.trainable]
-        )
-        trained += weight.requires_grad
-    if not trained:
-        raise UsageError(
-            f"trainable is {settings.trainable!r}, but no weight of {type(model).__name__} goes by such a name; "
-            "give --trainable all"
-        )
-
+from divdec_research.baselines.annotations import Float, Job, PreTrainedModel, Tensor, nn
+from divdec_research.baselines.method import METHODS, BuiltModel, Method, read_lines
+from divdec_research.ranges import CheckedSettings, Count, Finite, Natural, in_range
 
 SUFFIXES = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h")
 SAMPLE = 32  # prompts for the choice of a layer
@@ -159,6 +42,23 @@ UNANSWERABLE = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class LUNARSettings(CheckedSettings):
+    """LUNAR: changes one down-projection so that forget prompts are read as prompts that the model cannot answer."""
+
+    layer: Natural | None = None
+    """Index of the layer whose projection is changed, from 0. By default the layer with the best redirection."""
+    coefficient: Finite = 2.0
+    """Factor of the direction."""
+    ridge: Annotated[float, in_range(1e-12)] = 1e-3
+    """Ridge penalty on the change of the projection, as a fraction of the activations' mean square."""
+    reference: str | None = None
+    """File of prompts that the model cannot answer, one per line; by default questions about things that do not
+    exist."""
+    batch_size: Count = 16
+    """Prompts per forward pass."""
+
+
 def redirected(
     weight: Float[Tensor, "out in"],
     forget: Float[Tensor, "forget_tokens in"],
@@ -178,6 +78,8 @@ def redirected(
         shift: c·direction.
         ridge: λ as a share of the mean square of an activation, summed over tokens.
     """
+    import torch
+
     every = torch.cat([forget, retain]).double()
     gram = every.T @ every
     gram += ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -203,14 +105,15 @@ def down_projections(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]
     return pairs
 
 
-def build_lunar(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
+def build(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
     """Find direction and layer, change the projection, and write the changed target; see `build_method`.
 
     Raises:
         UsageError: the target has no such layer, or the reference cannot be read.
     """
-    started = time.perf_counter()
-    model = load_model(job.target, dtype=torch.float32).eval().requires_grad_(False)
+    from torch import nn
+
+    model = job.load_frozen_target()
     layers = down_projections(model)
     if settings.layer is not None and settings.layer >= len(layers):
         raise UsageError(f"layer is {settings.layer}; the target has {len(layers)}, numbered from 0")
@@ -233,16 +136,16 @@ def build_lunar(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
         settings.ridge,
     )
     projection.weight.copy_(changed.T if transposed else changed)
-    dtype: Any = load_config(job.target).dtype or torch.float32
-    model.to(dtype).save_pretrained(output)
-    job.tokenizer.save_pretrained(output)
-    return BuiltModel(output, time.perf_counter() - started, (f"layer {layer}",))
+    job.save_model(model, output)
+    return BuiltModel(output, notes=(f"layer {layer}",))
 
 
 class Activations:
     """Activations of one model on prompts."""
 
     def __init__(self, job: Job, model: PreTrainedModel, batch_size: int) -> None:
+        from divdec.data.formatting import padding_id
+
         self.model = model
         self.blocks = [block for block, _ in down_projections(model)]
         self.padding = padding_id(job.tokenizer)
@@ -250,14 +153,17 @@ class Activations:
 
     def last_states(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "layers features"]:
         """Each layer's output at the prompts' last tokens, averaged over prompts (LUNAR, equation 1)."""
-        total = 0
+        import torch
+
+        total: Any = 0
         for _, _, states in self._passes(prompts, self.blocks):
             total = total + torch.stack([state[:, -1].double().sum(dim=0) for state in states])
-        assert isinstance(total, Tensor)
         return (total / len(prompts)).float()
 
     def inputs_of(self, projection: nn.Module, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "tokens features"]:
         """A projection's inputs at all tokens of the prompts."""
+        import torch
+
         return torch.cat([states[0][mask] for _, mask, states in self._passes(prompts, [projection], inputs=True)])
 
     def best_layer(
@@ -279,14 +185,20 @@ class Activations:
         return min(range(len(divergences)), key=divergences.__getitem__)
 
     def _first_token(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, " vocab"]:
+        import torch
+
         probabilities = [logits[:, -1].double().softmax(dim=-1) for logits, _, _ in self._passes(prompts, [])]
         return torch.cat(probabilities).mean(dim=0).clamp(min=1e-12)
 
-    @torch.no_grad()
     def _passes(
         self, prompts: Sequence[Sequence[int]], modules: Sequence[nn.Module], inputs: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         """Yield logits, mask and the modules' outputs (or inputs) of left-padded batches."""
+        import torch
+
+        from divdec.data.formatting import left_padded
+        from divdec.passes import positions_of
+
         for start in range(0, len(prompts), self.batch_size):
             ids, mask = left_padded(prompts[start : start + self.batch_size], self.padding)
             states: list[Tensor] = []
@@ -294,7 +206,7 @@ class Activations:
             def record(module: nn.Module, arguments: Any, output: Any, states: list[Tensor] = states) -> None:
                 states.append(arguments[0] if inputs else _tensor(output))
 
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack, torch.no_grad():
                 for module in modules:
                     stack.enter_context(module.register_forward_hook(record))
                 positions = positions_of(ids, mask, 0)
@@ -313,6 +225,8 @@ def _shifted(output: Any, shift: Tensor) -> Any:
 
 def _prompts(job: Job, records: RecordSet) -> list[list[int]]:
     """The tokens before each answer; plain texts have no prompt and are used whole."""
+    from divdec.data.formatting import encode_prompts, encode_set
+
     if records.kind == "text":
         return [example.input_ids for example in encode_set(records, job.tokenizer, job.form)]
     return encode_prompts(records.records, job.tokenizer, job.form)
@@ -320,8 +234,17 @@ def _prompts(job: Job, records: RecordSet) -> list[list[int]]:
 
 def _as_prompts(job: Job, texts: Sequence[str]) -> list[list[int]]:
     """Lay reference texts out as the forget set's prompts are."""
+    from divdec.data.formatting import encode_prompts
+
     if job.forget.kind in ("question/answer", "messages"):
         records = [Record("", messages=(Message("user", text),)) for text in texts]
     else:
         records = [Record("", prompt=text) for text in texts]
     return encode_prompts(records, job.tokenizer, job.form)
+
+
+METHODS["lunar"] = Method(
+    "LUNAR", LUNARSettings, build=build,
+    source="Shen et al. 2025, LLM Unlearning via Neural Activation Redirection, section 3",
+    summary="change one projection so that the activations of forget prompts resemble those of unanswerable prompts",
+)  # fmt: skip
