@@ -27,7 +27,7 @@ GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defu
 	sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu sequential compare bench-models real-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package release-check site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu sequential compare bench-models real-models soak clean
 
 install: $(VENV)/.installed
 
@@ -124,6 +124,12 @@ gpu-wheels:
 # Both wheels: the product alone in a new environment runs its commands, then with each extra and with the laboratory.
 test-package: install
 	CONSTRAINTS=$(CURDIR)/constraints.txt $(PYTEST) -m package --timeout 1800 tests/test_package.py
+
+# What a release needs: the installed wheels run, the version is that of CHANGELOG.md, and PyPI accepts both packages.
+release-check: test-package
+	rm -rf dist
+	for folder in . research; do $(BIN)/python -m build --no-isolation --outdir dist $$folder || exit 1; done
+	$(BIN)/twine check --strict dist/*
 
 # The oldest transformers that pyproject.toml admits, in an environment of its own.
 test-oldest: $(VENV)-oldest/.installed

@@ -1,18 +1,21 @@
+import hashlib
 import json
 import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from divdec import UsageError
+from divdec import UsageError, runs
 from divdec.runs import (
     ResultCache,
     ResumableOutput,
     RunFolder,
     check_output,
+    file_sha256,
     output_folder,
     path_digests,
     read_record,
@@ -219,3 +222,66 @@ def test_a_replaced_folder_is_restored_where_the_new_one_cannot_be_moved(tmp_pat
         (temporary / "new").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["result"]
     assert (folder / "old").is_file()
+
+
+class TestRecordedDigests:
+    """The digest of a large file is computed once, until the file changes."""
+
+    @pytest.fixture
+    def file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(runs, "MIN_RECORDED", 4)
+        file = tmp_path / "weights"
+        file.write_bytes(b"first")
+        old = time.time_ns() - 10**10
+        os.utime(file, ns=(old, old))
+        monkeypatch.setattr(runs, "MIN_AGE", -1)  # the time of the last change of status cannot be set
+        return file
+
+    @pytest.fixture
+    def computed(self, monkeypatch):
+        """Names of the files whose digest was computed."""
+        names, file_digest = [], runs.hashlib.file_digest
+
+        def counted(file, *arguments):
+            names.append(Path(file.name).name)
+            return file_digest(file, *arguments)
+
+        monkeypatch.setattr(runs.hashlib, "file_digest", counted)
+        return names
+
+    def test_an_unchanged_file_is_read_once(self, file, computed):
+        digests = [file_sha256(file), file_sha256(file)]
+        assert digests == [hashlib.sha256(b"first").hexdigest()] * 2
+        assert computed == ["weights"]
+
+    def test_a_change_that_keeps_size_and_time_is_seen(self, file, computed):
+        file_sha256(file)
+        times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+        file.write_bytes(b"other")
+        os.utime(file, ns=times)
+        assert file_sha256(file) == hashlib.sha256(b"other").hexdigest()
+        file.with_name("copy").write_bytes(b"third")
+        os.utime(file.with_name("copy"), ns=times)
+        os.replace(file.with_name("copy"), file)
+        assert file_sha256(file) == hashlib.sha256(b"third").hexdigest()
+        assert len(computed) == 3
+
+    def test_a_file_that_has_just_changed_is_not_recorded(self, file, computed, monkeypatch):
+        monkeypatch.setattr(runs, "MIN_AGE", 2_000_000_000)
+        file_sha256(file)
+        file_sha256(file)
+        assert len(computed) == 2
+
+    @pytest.mark.parametrize("content", ["", "[]", "{}", '{"file": 1, "sha256": 2}'])
+    def test_a_damaged_record_is_ignored(self, file, computed, tmp_path, content):
+        file_sha256(file)
+        (record,) = (tmp_path / "cache" / "digests").iterdir()
+        record.write_text(content)
+        assert file_sha256(file) == hashlib.sha256(b"first").hexdigest()
+        assert len(computed) == 2
+
+    def test_a_cache_that_cannot_be_written_costs_only_time(self, file, tmp_path, monkeypatch):
+        (tmp_path / "no folder").write_text("")
+        monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "no folder"))
+        assert file_sha256(file) == hashlib.sha256(b"first").hexdigest()

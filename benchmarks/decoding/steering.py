@@ -9,8 +9,9 @@
 - table: every method answers the same forget and retain questions (and, with --neutral, neutral prompts) greedily. The
   time of an answer, prompt included, is divided by its tokens. Methods take turns at each prompt, ratios are computed
   within a round, and the first round is not counted. "three models" is a loop that calls target, q and p one after
-  another. --reference imports the decoding class of the paper's published code and runs it on the same weights. "mix"
-  weighs the groups: a tenth forget, the rest retain and neutral in equal parts.
+  another; "merged" is the pair of checkpoints that the adapters of the bundle and their base make. --reference imports
+  the decoding class of the paper's published code and runs it on the same weights. "mix" weighs the groups: a tenth
+  forget, the rest retain and neutral in equal parts.
 - growth: time per step by context length and by batch size.
 - acceptance: share of q's drafts that are accepted, and tokens per target pass, by rule.
 - overlap: the experts run beside the target in a thread, or after it; the best round of each.
@@ -38,10 +39,12 @@ from divdec import DivergenceForCausalLM, Speculation, SpeculationStatistics
 from divdec.data.formatting import Format, encode_prompts, encode_records, left_padded
 from divdec.data.records import Message, Record, read_records, write_records
 from divdec.errors import UsageError
+from divdec.experts.adapters import merge_adapter, read_adapter
 from divdec.model.bundle import write_bundle
 from divdec.model.checkpoint import load_model, load_tokenizer
 
 TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculative", "three models", "paper's code"
+MERGED = "steered, merged"
 PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
 REFERENCE_FILE = Path("Benchmarks/src/model/dd.py")
 MEASURES = ("table", "growth", "acceptance", "overlap", "precision")
@@ -138,7 +141,7 @@ def toy_bundle(folder):
 def paths_of(bundle):
     """The folders that a bundle refers to, by part."""
     references = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
-    return {part: (bundle / references[part]["folder"]).resolve() for part in PARTS}
+    return {part: (bundle / references[part]["folder"]).resolve() for part in (*PARTS, "base") if references.get(part)}
 
 
 def questions_beside(bundle):
@@ -167,8 +170,16 @@ class Parts:
         self.model = DivergenceForCausalLM.from_pretrained(bundle, steering=steering, dtype=dtype)
         self.target = self.model.target
         self.paths = paths_of(bundle)
-        self.retain, self.forget = (load_model(self.paths[part]) for part in PARTS[1:])
+        if "base" in self.paths:
+            self.retain, self.forget = (self._merged(part) for part in PARTS[1:])
+        else:
+            self.retain, self.forget = (load_model(self.paths[part]) for part in PARTS[1:])
         self.end, self.padding = self.target.generation_config.eos_token_id, self.tokenizer.pad_token_id
+
+    def _merged(self, part):
+        base = load_model(self.paths["base"], dtype=self.target.dtype)
+        merge_adapter(base, read_adapter(self.paths[part], base))
+        return base.eval()
 
     def batches(self, records, size):
         """Left-padded ids and masks of the records' prompts."""
@@ -192,6 +203,9 @@ def methods(parts, given):
         PLAIN: lambda batch, **options: parts.model.generate(**batch, do_sample=False, **options),
         SPECULATIVE: speculative(parts, True),
     }
+    if "base" in parts.paths:
+        merged = DivergenceForCausalLM.from_parts(parts.target, parts.retain, parts.forget, parts.model.steering)
+        ways[MERGED] = lambda batch, **options: merged.generate(**batch, do_sample=False, **options)
     if parts.model.steering.rule == "linear":
         ways[SEPARATE] = three_models(parts)
         if given.reference is not None:

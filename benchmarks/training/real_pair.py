@@ -35,14 +35,14 @@ from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import file_sha256, write_json
 from divdec.steering import Steering
-from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
+from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings
 
 ANSWER, NEUTRAL_ANSWER = 20, 32  # tokens
 THREE_MODELS, ALL_WEIGHTS = 6.0, 14.0  # GiB: three models in bfloat16; all weights of the sibling in training
 RECIPES = {
-    "lora": {"lora_rank": 16, "lr": 2e-4, "epochs": 4.0},
-    "lora-6": {"lora_rank": 16, "lr": 3e-4, "epochs": 6.0},
+    "lora": {"adapters": True, "lora_rank": 16, "lr": 2e-4, "epochs": 4.0},
+    "lora-6": {"adapters": True, "lora_rank": 16, "lr": 3e-4, "epochs": 6.0},
     "all": {"lr": 2e-5, "epochs": 4.0},
 }
 GENERATED = ("linear:1.5", "linear:1.5:3", "rank:20", "rank:20:3")
@@ -205,9 +205,8 @@ def measure(rows, models, tokenizer, batch_size=8):
     }
 
 
-def generate(rows, bundle, tokenizer):
-    """Let target and bundle answer all questions, and return the columns of each rule, and the answers."""
-    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+def generate(rows, model, tokenizer):
+    """Let target and steered model answer all questions, and return the columns of each rule, and the answers."""
     sets = list(dict.fromkeys(row["set"] for row in rows))
     answers, table = {}, {}
     for rule in ("target", str(model.steering), *GENERATED):
@@ -302,11 +301,9 @@ def measure_recipe(folders, answers, kind, seed, recipe, output, result, names):
     trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
     tokenizer = load_tokenizer(folders[0])
-    paths = [folders[0], pair / RETAIN, pair / FORGET]
-    models = [load_model(path, dtype=dtype_for_passes()).eval() for path in paths]
-    measured = measure(content["rows"], models, tokenizer)
-    del models
-    measured |= generate(content["rows"], pair / "bundle", tokenizer)
+    model = DivergenceForCausalLM.from_pretrained(pair / BUNDLE, dtype=dtype_for_passes())
+    measured = measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)
+    measured |= generate(content["rows"], model, tokenizer)
     figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
     content = {
         "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],

@@ -12,6 +12,7 @@ from divdec.steering import Steering
 
 AUXILIARIES = ("retain_auxiliary", "forget_auxiliary")
 PARTS = ("target", *AUXILIARIES)
+BASE = "base"  # of auxiliaries that are adapters
 
 # Fields that other programs (lm-eval, pipelines, servers) read from a causal LM's configuration.
 TARGET_FIELDS = (
@@ -62,6 +63,7 @@ class DivergenceConfig(RemoteCodeConfig):
         target: reference of the target: `{"folder": …, "sha256": {file: digest}}` or `{"hub_id": …, "revision": …}`.
         retain_auxiliary: reference of q, which has not seen the forget set.
         forget_auxiliary: reference of p, which has; None, like q, if n-grams or a registry replace the pair.
+        base: reference of the checkpoint that both auxiliaries adapt, if they are LoRA adapters, or None.
         bridge: `{"token_healing": …}` if the auxiliaries have another tokenizer than the target, or None.
         ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
         registry: `{"folder": …, "id": …}` of a registry of takedown requests, or None.
@@ -84,6 +86,7 @@ class DivergenceConfig(RemoteCodeConfig):
         target: dict[str, Any] | None = None,
         retain_auxiliary: dict[str, Any] | None = None,
         forget_auxiliary: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
         bridge: dict[str, Any] | None = None,
         ngram: dict[str, Any] | None = None,
         registry: dict[str, Any] | None = None,
@@ -97,6 +100,7 @@ class DivergenceConfig(RemoteCodeConfig):
         self.target = target
         self.retain_auxiliary = retain_auxiliary
         self.forget_auxiliary = forget_auxiliary
+        self.base = base
         self.bridge = bridge
         self.ngram = ngram
         self.registry = registry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from typing import Any
@@ -122,6 +123,12 @@ def stateful_types(*models: object) -> list[str]:
     """Return the types of the models, or models within, with a recurrent state, from which no token can be removed."""
     modules: list[Any] = [m for model in models for m in (model.modules() if isinstance(model, nn.Module) else [model])]
     return sorted({module.config.model_type for module in modules if getattr(module, "_is_stateful", False)})
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model whose parameters and buffers are those of the original."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, tensors)
 
 
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from divdec.errors import UsageError
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 RECORD = "run.json"
 LOCK = ".lock"
+MIN_RECORDED = 1 << 26  # bytes; smaller files are read each time
+MIN_AGE = 2_000_000_000  # ns since the last change; FAT stores times in steps of two seconds
 LIBRARIES = ("divdec", "torch", "transformers", "tokenizers", "accelerate", "datasets", "peft")
 T = TypeVar("T")
 
@@ -338,9 +340,42 @@ def settings_hash(settings: Any) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, as hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, as hexadecimal digits.
+
+    The digest of a large file is recorded in the cache folder, and is not computed again while the file's device,
+    inode, size and times are the same.
+    """
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        state = _file_state(file)
+        if state["size"] < MIN_RECORDED:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+        recorded = cache_folder() / "digests" / f"{name}.json"
+        try:
+            content = json.loads(recorded.read_text(encoding="utf-8"))
+            if content["file"] == state:
+                return str(content["sha256"])
+        except (OSError, ValueError, LookupError, TypeError):
+            pass  # there is no record, or it is damaged
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        unchanged = _file_state(file) == state
+    # A change just after the last one may leave the times as they are: a clock has a resolution.
+    if unchanged and time.time_ns() - max(state["modified"], state["changed"]) > MIN_AGE:
+        with contextlib.suppress(OSError):
+            recorded.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(recorded, {"path": str(path.resolve()), "file": state, "sha256": digest})
+    return digest
+
+
+def _file_state(file: IO[bytes]) -> dict[str, int]:
+    status = os.fstat(file.fileno())
+    return {
+        "device": status.st_dev,
+        "inode": status.st_ino,
+        "size": status.st_size,
+        "modified": status.st_mtime_ns,
+        "changed": status.st_ctime_ns,
+    }
 
 
 def folder_digests(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from divdec.decoding import speculative
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
 from divdec.errors import FailedClosed
+from divdec.experts.protocol import Inputs
 from support.exactness import assert_close, assert_same_answers
 from support.tiny import make_parts, tiny_model
 
@@ -376,8 +377,9 @@ def test_cache_after_row_removals_matches_fresh_prefill(removed, family, ahead):
             positions = mask.sum(1, keepdim=True) + torch.arange(5)
             if ahead:
                 for step in range(4):
-                    part = (longer[:, : mask.shape[1] + step + 1], positions[:, step : step + 1], cache.experts)
-                    model.experts.read_ahead("retain", block[:, step : step + 1], *part)
+                    masked, own = longer[:, : mask.shape[1] + step + 1], positions[:, step : step + 1]
+                    inputs = Inputs(block[:, step : step + 1], masked, own)
+                    model.experts.draft_logits(inputs, cache.experts, model.steering)
             model(input_ids=block, attention_mask=longer, position_ids=positions, past_key_values=cache)
             cache.crop(-min(pattern))
             shifts = torch.tensor(pattern) - min(pattern)
@@ -425,7 +427,7 @@ def test_unverified_draft_in_cache_raises(steered):
     cache = steered.new_cache()
     ids = torch.tensor([PROMPTS[0]])
     steered(input_ids=ids, past_key_values=cache)
-    steered.experts.read_ahead("retain", torch.tensor([[6]]), None, None, cache.experts)
+    steered.experts.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, steered.steering)
     with pytest.raises(FailedClosed, match="read ahead"):
         cache.batch_select_indices(torch.tensor([0]))
     with pytest.raises(RuntimeError):

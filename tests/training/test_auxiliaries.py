@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from divdec import DivergenceForCausalLM, UsageError
+from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.cli import main
 from divdec.data.records import record_set, single_turn
 from divdec.errors import Interrupted
+from divdec.experts.adapters import AdapterPair
 from divdec.runs import RunFolder
 from divdec.training import auxiliaries, learning_rate
 from divdec.training.auxiliaries import LEARNED, train_auxiliaries
 from divdec.training.learning_rate import STEP
-from divdec.training.settings import AuxiliarySettings
+from divdec.training.settings import ADAPTER_RANK, AuxiliarySettings
+from support.exactness import assert_close
 
 
 def write_files(folder, world, checkpoints):
@@ -466,3 +468,19 @@ class TestRounds:
         assert not asked
         assert "still gives" not in said
         assert "round" not in content["auxiliaries"]["forget_auxiliary"]
+
+    def test_adapters_are_trained_further_and_steer_like_the_merged_checkpoints(self, files, asked):
+        content, _ = train(files, adapters=True)
+        assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
+        output = Path(files["output"])
+        folders = [output / name for name in content["auxiliaries"]]
+        for folder in folders:
+            assert not (folder / "model.safetensors").exists()
+            config = json.loads((folder / "adapter_config.json").read_text())
+            assert (config["base_model_name_or_path"], config["r"]) == (files["base"], ADAPTER_RANK)
+        model = DivergenceForCausalLM.from_pretrained(output / "bundle")
+        assert isinstance(model.experts, AdapterPair)
+        ids = torch.tensor([[5, 9, 200, 31]])
+        ordered = sorted(folders, key=lambda folder: folder.name, reverse=True)
+        merged = NeuralPair(*(auxiliaries.load_for_training(folder).eval() for folder in ordered))
+        assert_close(model.experts.divergence(ids), merged.divergence(ids))

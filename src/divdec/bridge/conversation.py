@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from divdec.bridge.token_bytes import special_tokens
+from divdec.data.formatting import TEMPLATE_ERRORS, plain_prompt
 
 if TYPE_CHECKING:
     from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
@@ -31,23 +30,6 @@ _PLACEHOLDER = re.compile(r"zqx(\d+)xqz")
 # Replaces the clock that transformers offers to templates; the line break after it is not part of the template.
 _CLOCK = "strftime_now"
 _FIXED_CLOCK = "{% macro strftime_now(format) %}{{ zqx_date }}{% endmacro %}\n"
-# Errors of templates that do not accept the messages; a template is a program and can raise any of these.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
-
-def plain_prompt(turns: Iterable[tuple[str, str]]) -> str:
-    """Lay out a conversation for a tokenizer without a chat template, up to where the next answer begins.
-
-    The text ends without a space, which belongs to the answer's first token.
-
-    Args:
-        turns: role and content of each turn; a system turn is a line without a label.
-    """
-    lines = []
-    for role, content in turns:
-        label = {"system": "", "assistant": "Answer: "}.get(role, "Question: ")
-        lines.append(f"{label}{content}")
-    return "\n".join([*lines, "Answer:"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,7 @@ def bundle(
     token_healing: Flag = False,
     rank_vocabulary: Annotated[tuple[str, ...], RARE] = (),
     allow_negative: Flag = False,
+    merge: Flag = False,
     pack: Flag = False,
     overwriting: Overwriting = Overwriting(),
     printing: Printing = Printing(),
@@ -59,8 +60,9 @@ def bundle(
     Args:
         target: The model to steer: a folder or hub id, '@revision' allowed.
         output: Folder for the bundle.
-        retain_auxiliary: q, the auxiliary trained without the forget set: a folder or hub id.
-        forget_auxiliary: p, the auxiliary trained with the forget set: a folder or hub id.
+        retain_auxiliary: q, the auxiliary trained without the forget set: a checkpoint or LoRA adapter, as a folder or
+            hub id.
+        forget_auxiliary: p, the auxiliary trained with the forget set, in the same forms.
         steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; linear:1.5 by default. Not needed for
             a bundle with only a registry.
         ngram: An n-gram pair (`divdec ngram`), instead of the auxiliaries or added to them.
@@ -71,6 +73,7 @@ def bundle(
             complete this token (token healing).
         rank_vocabulary: Text files. The rank rule suppresses only tokens that occur in them.
         allow_negative: Accept a negative alpha, which steers towards the forget set.
+        merge: The auxiliaries are LoRA adapters: merge each with its base into a checkpoint in the bundle.
         pack: Copy checkpoints and n-grams into the bundle.
         overwriting: whether an earlier bundle is replaced.
         printing: format of the result.
@@ -98,6 +101,7 @@ def bundle(
         registry=registry,
         bridge=bridge,
         token_healing=token_healing,
+        merge=merge,
         pack=pack,
         overwrite=overwriting.overwrite,
     )

@@ -16,6 +16,7 @@ from divdec.runs import check_one_process
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from divdec.model.loading import LoadedModels
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
 
@@ -43,6 +44,7 @@ def load(
     loading: ModelLoading = ModelLoading(),
     choice: SteeringChoice = SteeringChoice(),
     experts: ExpertDevices = ExpertDevices(),
+    loaded: LoadedModels | None = None,
 ) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:
     """Load model and tokenizer.
 
@@ -51,6 +53,7 @@ def load(
         loading: device, precision and whether digests are checked.
         choice: another rule than the bundle's.
         experts: where the auxiliaries run.
+        loaded: models of bundles that were loaded before, whose weights are shared.
 
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
@@ -78,6 +81,7 @@ def load(
         dtype=dtype_for_passes(loading.dtype, device_map(loading.device)),
         device_map=device,
         overlap=experts.overlap or bool(experts.expert_devices),
+        loaded=loaded,
     )
     warn_if_unsteered(model.steering)
     if model.config.measured:

@@ -30,6 +30,7 @@ from divdec.serving import SuppressionPolicy, check_origin
 from divdec.serving.logprobs import LogprobPolicy, default_level
 
 if TYPE_CHECKING:
+    from divdec.model.loading import LoadedModels
     from divdec.serving import ServerOptions
     from divdec.serving.engine import Engine
 
@@ -178,8 +179,9 @@ def serve(
     from divdec.serving.server import serve as run_server
 
     try:
+        loaded: LoadedModels = {}  # a target or base that several bundles name is loaded once
         engines = {
-            name: build_engine(name, path, settings, choice, speculation, loading, experts)
+            name: build_engine(name, path, settings, choice, speculation, loading, experts, loaded)
             for name, path in bundles.items()
         }
         follows = any(engine.count_takedowns() is not None for engine in engines.values())
@@ -286,12 +288,13 @@ def build_engine(
     speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
+    loaded: LoadedModels | None = None,
 ) -> Engine:
     """Load a bundle and build the engine that serves it under a name."""
     from divdec.decoding import speculative
     from divdec.serving.engine import Engine
 
-    model, tokenizer = load(bundle, loading, choice, experts)
+    model, tokenizer = load(bundle, loading, choice, experts, loaded)
     if model.config.single_turn:
         print(
             f"note: the models of {name} were trained on single questions; their answers to later turns of a "

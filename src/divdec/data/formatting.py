@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from divdec.bridge.conversation import TEMPLATE_ERRORS, plain_prompt
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError, first_line
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # the label that torch's cross entropy ignores
 BATCH = 256  # records tokenized at once
+# Errors of templates that do not accept the messages; a template is a program and can raise any of these.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 Text = tuple[str, bool]
 """A text, and whether the tokenizer adds special tokens. Chat templates write them into the text."""
@@ -64,6 +65,21 @@ class Example:
     def prompt_length(self) -> int:
         """Number of tokens before the first labelled token."""
         return next((index for index, label in enumerate(self.labels) if label != IGNORED), len(self.labels))
+
+
+def plain_prompt(turns: Iterable[tuple[str, str]]) -> str:
+    """Lay out a conversation for a tokenizer without a chat template, up to where the next answer begins.
+
+    The text ends without a space, which belongs to the answer's first token.
+
+    Args:
+        turns: role and content of each turn; a system turn is a line without a label.
+    """
+    lines = []
+    for role, content in turns:
+        label = {"system": "", "assistant": "Answer: "}.get(role, "Question: ")
+        lines.append(f"{label}{content}")
+    return "\n".join([*lines, "Answer:"])
 
 
 def encode_set(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[Example]:

@@ -19,6 +19,7 @@ from divdec.decoding.batch import Block, SpeculativeBatch
 from divdec.errors import UsageError
 from divdec.experts.combined import CombinedCache, CombinedExperts
 from divdec.experts.neural import NeuralPair, PairCache
+from divdec.experts.protocol import Inputs
 from divdec.sampling import NONE
 
 DRAFTERS = ("auto", "retain", "lookup")
@@ -33,7 +34,10 @@ Draft = tuple[Int[Tensor, "rows block"], Float[Tensor, "rows block vocab"] | Non
 
 
 class RetainDrafter:
-    """Drafts with q, whose logits are stored, so that verification does not read the tokens again."""
+    """Drafts with q, whose logits are stored, so that verification does not read the tokens again.
+
+    Two adapters on one base run in one pass, so their drafts are steered too.
+    """
 
     name = "retain"
 
@@ -47,7 +51,8 @@ class RetainDrafter:
         cache = self._cache_of(batch.cache.experts)
         for step in range(block.size):
             positions = block.positions[:, step : step + 1]
-            logits = self._pair.read_ahead("retain", token, block.mask_until(step), positions, cache).float()
+            inputs = Inputs(token, block.mask_until(step), positions)
+            logits = self._pair.draft_logits(inputs, cache, batch.model.steering).float()
             token, score = choose(step, logits[..., : batch.model.vocab_size])
             tokens.append(token)
             scores.append(score)

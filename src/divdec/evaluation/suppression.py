@@ -15,7 +15,7 @@ from divdec.data.records import RecordSet
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.recitation import passages_of
-from divdec.serving.suppression import suppressed_share
+from divdec.model.suppression import suppressed_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,6 +13,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.protocol import BaseExperts, Inputs
 from divdec.fail_closed import check
 from divdec.passes import check_part, count_embeddings, length_of, logit_width, logits_of, new_cache, same_weights
+from divdec.steering import Steering
 
 
 class NeuralPair(BaseExperts, nn.Module):
@@ -43,20 +44,17 @@ class NeuralPair(BaseExperts, nn.Module):
             p = cache.forget.logits(self.forget, *inputs, logits_to_keep)
         return divergence_of(q, p)
 
-    def read_ahead(
-        self,
-        name: str,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
-        cache: PairCache,
-    ) -> Float[Tensor, "batch tokens vocab"]:
-        """Run one auxiliary, 'retain' or 'forget', on tokens that the target has not read, and store its logits.
+    def draft_logits(self, inputs: Inputs, cache: PairCache, steering: Steering) -> Float[Tensor, "batch tokens vocab"]:
+        """Run q on tokens that the target has not read, and return its logits, to draft the next token from.
 
         The next `divergence` must begin with these tokens; it uses the stored logits.
+
+        Args:
+            inputs: the tokens; see `Experts.divergence`.
+            cache: from `new_cache`.
+            steering: the rule; a pair that runs p too applies it.
         """
-        model, own = (self.retain, cache.retain) if name == "retain" else (self.forget, cache.forget)
-        return own.read_ahead(model, input_ids, attention_mask, position_ids)[..., : self.vocab_size]
+        return cache.retain.read_ahead(self.retain, *inputs)[..., : self.vocab_size]
 
 
 def divergence_of(q_logits: Float[Tensor, "... _"], p_logits: Float[Tensor, "... _"]) -> Float[Tensor, "... vocab"]:
@@ -125,9 +123,13 @@ class ReadAhead:
     ) -> Float[Tensor, "batch tokens width"]:
         """Run the model on further tokens; store and return its logits after them."""
         logits = logits_of(model, input_ids, attention_mask, position_ids, self.cache)
+        self.store(input_ids, logits)
+        return logits
+
+    def store(self, input_ids: Int[Tensor, "batch tokens"], logits: Float[Tensor, "batch tokens width"]) -> None:
+        """Store tokens that the model has read ahead, and its logits after them."""
         self.tokens.append(input_ids)
         self.stored_logits.append(logits)
-        return logits
 
     def logits(
         self,

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.configuration import AUXILIARIES, PARTS, DivergenceConfig
+from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     INDEX,
     TEMPLATES,
     CheckpointReference,
+    adapter_base,
     check_apart,
     check_different,
     check_same_vocabulary,
@@ -28,7 +29,9 @@ from divdec.model.checkpoint import (
     check_widths,
     common_vocabulary,
     digests,
+    is_adapter,
     load_config,
+    load_model,
     load_tokenizer,
     save_model,
     vocabulary_sha256,
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
     from divdec.model.modeling import DivergenceForCausalLM
 
+TRAINING = "training.json"
+"""File in an auxiliary's folder that says how it was trained."""
 NOT_MEASURED = "not measured (`divdec calibrate`, `divdec eval`)"
 
 CARD = """\
@@ -103,6 +108,7 @@ def write_bundle(
     registry: str | os.PathLike[str] | None = None,
     bridge: bool = False,
     token_healing: bool = False,
+    merge: bool = False,
     pack: bool = False,
     overwrite: bool = False,
     forget_set: str | None = None,
@@ -115,7 +121,7 @@ def write_bundle(
     Args:
         output: the bundle's folder.
         target: folder or hub id ('org/name', 'org/name@revision') of P.
-        retain_auxiliary: folder or hub id of q, which has not seen the forget set.
+        retain_auxiliary: folder or hub id of q, which has not seen the forget set: a checkpoint, or a LoRA adapter.
         forget_auxiliary: folder or hub id of p, which has. Both are optional if there are other experts.
         steering: the rule, such as 'linear:1.5'; None if only a registry steers.
         ngram: folder of an n-gram pair (`divdec ngram`).
@@ -125,6 +131,7 @@ def write_bundle(
         bridge: the auxiliaries have another tokenizer than the target.
         token_healing: with `bridge`, if a target token ends inside a token of the auxiliaries, use the divergence of
             the tokens that complete it.
+        merge: the auxiliaries are adapters; merge each with its base into a checkpoint in the bundle.
         pack: copy checkpoints and n-grams into the bundle. A registry is not copied, because it changes.
         overwrite: replace an earlier bundle in `output`.
         forget_set: name and hash of the forget set, for the model card.
@@ -149,6 +156,12 @@ def write_bundle(
     _check_experts(names, ngram, registry, bridge, token_healing)
     references = {part: CheckpointReference.parse(name) for part, name in names.items() if name is not None}
     paths = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
+    if (base := _base_of(paths)) is not None:
+        references[BASE] = CheckpointReference.parse(base)
+        paths[BASE] = references[BASE].resolve(Path(), weights=pack)
+        _check_adapters(paths)
+    if merge and base is None:
+        raise UsageError("merge is for auxiliaries that are LoRA adapters, and none is given")
     folders = {
         name: Path(folder).expanduser().absolute()  # not resolved: a symbolic link may be switched to a new folder
         for name, folder in (("ngram", ngram), ("registry", registry))
@@ -156,12 +169,16 @@ def write_bundle(
     }
     check_apart(output.resolve(), [*paths.values(), *(folder.resolve() for folder in folders.values())])
     for part, reference in references.items():
-        if reference.folder is not None or pack:
+        adapts = part in AUXILIARIES and base is not None
+        if not adapts and (reference.folder is not None or pack):
             check_weights(paths[part])
-    configs = {part: load_config(path) for part, path in paths.items()}
-    tokenizers = {part: load_tokenizer(path) for part, path in paths.items()}
+    # An adapter has the configuration and the tokens of its base.
+    checkpoints = {part: paths[BASE if base is not None and part in AUXILIARIES else part] for part in references}
+    checkpoints.pop(BASE, None)
+    configs = {part: load_config(path) for part, path in checkpoints.items()}
+    tokenizers = {part: load_tokenizer(path) for part, path in checkpoints.items()}
     count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight)
-    vocab_size = min(_vocabulary(configs, tokenizers, paths, bridge), *sizes, 1 << 62)
+    vocab_size = min(_vocabulary(configs, tokenizers, checkpoints, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
     if ngram is not None and retain_auxiliary is None:
         from divdec.experts.combined import CombinedExperts, check_rule
@@ -179,6 +196,12 @@ def write_bundle(
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
 
     with output_folder(output, overwrite, is_bundle) as folder:
+        for part in AUXILIARIES if merge else ():
+            _merge_adapter(paths[part], paths[BASE], folder / part)
+            references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
+        if merge:
+            del paths[BASE], references[BASE]
+            paths = {part: path for part, path in paths.items() if part not in AUXILIARIES}
         for part in paths if pack else ():
             _copy_checkpoint(paths[part], folder / part)
             references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
@@ -259,8 +282,10 @@ def save_packed(
         **kwargs: arguments of the parts' `save_pretrained` (`max_shard_size`).
 
     Raises:
-        UsageError: the experts are not a neural pair, the model follows a registry, or an argument is not supported.
+        UsageError: the experts are not a pair of whole models, the model follows a registry, or an argument is not
+            supported.
     """
+    from divdec.experts.adapters import AdapterPair
     from divdec.experts.neural import NeuralPair
 
     if push_to_hub:
@@ -272,7 +297,7 @@ def save_packed(
             "a model that follows a registry of takedown requests cannot be saved from memory; write its bundle with "
             "`divdec bundle --pack --registry`"
         )
-    if not isinstance(model.experts, NeuralPair):
+    if not isinstance(model.experts, NeuralPair) or isinstance(model.experts, AdapterPair):
         raise UsageError(
             f"a model steered by {type(model.experts).__name__} cannot be saved from memory; write its bundle with "
             "`divdec bundle --pack`, which copies what it is made of"
@@ -316,6 +341,54 @@ def _check_experts(
         raise UsageError("bridge is for a pair of auxiliaries, and none is given")
     if token_healing and not bridge:
         raise UsageError("token_healing needs bridge: auxiliaries with the target's tokenizer have nothing to heal")
+
+
+def _base_of(paths: Mapping[str, Path]) -> str | None:
+    """Return the base that both auxiliaries adapt: a folder or hub id; None if they are whole checkpoints.
+
+    Raises:
+        UsageError: only one is an adapter, or they name different bases.
+    """
+    adapters = [part for part in AUXILIARIES if part in paths and is_adapter(paths[part])]
+    if not adapters:
+        return None
+    if len(adapters) == 1:
+        raise UsageError(
+            f"{paths[adapters[0]]} holds a LoRA adapter, the other auxiliary a whole checkpoint; give two adapters of "
+            "one base, or merge it into its base model (merge_and_unload)"
+        )
+    bases = [adapter_base(paths[part]) for part in adapters]
+    if bases[0] != bases[1]:
+        raise UsageError(f"the auxiliaries adapt different bases, {bases[0]} and {bases[1]}; give adapters of one base")
+    return bases[0]
+
+
+def _check_adapters(paths: Mapping[str, Path]) -> None:
+    """Refuse adapters that do not fit their base, or were trained on other weights than it holds now.
+
+    Raises:
+        UsageError: names the layer, or the adapter and the base.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from divdec.experts.adapters import check_adapter, read_adapter
+
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(load_config(paths[BASE]))
+    actual = None
+    for part in AUXILIARIES:
+        folder = paths[part]
+        check_adapter(folder)
+        read_adapter(folder, base)
+        trained = read_json(folder / TRAINING).get("base") if (folder / TRAINING).is_file() else None
+        if trained is not None:
+            actual = digests(paths[BASE]) if actual is None else actual
+            if trained != {name: digest for name, digest in actual.items() if name.endswith(".safetensors")}:
+                raise UsageError(
+                    f"{folder} was trained on other weights than {paths[BASE]} holds now; restore the base, or train "
+                    "the pair again"
+                )
 
 
 def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], paths: dict[str, Path], bridge: bool) -> int:
@@ -366,6 +439,18 @@ def _stored_path(name: str, path: Path, bundle: Path) -> str:
     return Path(os.path.relpath(path, bundle)).as_posix()
 
 
+def _merge_adapter(adapter: Path, base: Path, output: Path) -> None:
+    """Write the checkpoint that an adapter and its base make, in the base's dtype."""
+    import torch
+
+    from divdec.experts.adapters import merge_adapter, read_adapter
+
+    model = load_model(base, dtype=torch.float32)
+    merge_adapter(model, read_adapter(adapter, model))
+    model.to(load_config(base).dtype or torch.float32).save_pretrained(output)  # pyright: ignore[reportArgumentType]
+    load_tokenizer(base).save_pretrained(output)
+
+
 def _copy_checkpoint(source: Path, destination: Path) -> None:
     weights = weight_files(source)
     others = [file for pattern in ("*.json", *TEMPLATES, "*.txt", "*.model") for file in source.glob(pattern)]
@@ -386,8 +471,10 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         "forget set": forget_set or "not stated",
         "common vocabulary": f"{config.vocab_size} tokens",
     }
-    for part in PARTS:
+    for part in (*PARTS, BASE):
         reference = getattr(config, part)
+        if part == BASE and reference is None:
+            continue
         if reference is None and part != "target" and (config.ngram or config.registry):
             continue
         reference = reference or {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError, first_line
-from divdec.runs import file_sha256, read_json
+from divdec.runs import file_sha256, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 # Files that decide what a model reads and computes.
 TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 HASHED = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", *TEMPLATES),
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", *TEMPLATES),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
@@ -168,11 +168,34 @@ def input_digests(folder: Path) -> dict[str, str]:
     return digests(folder) | ({settings.name: file_sha256(settings)} if settings.is_file() else {})
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter of PEFT, not a whole model."""
+    return (folder / "adapter_config.json").is_file()
+
+
+def adapter_base(folder: Path) -> str:
+    """Return the base that an adapter names: a folder or hub id.
+
+    Raises:
+        UsageError: it names none.
+    """
+    name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{folder / 'adapter_config.json'} names no base_model_name_or_path; write the base there")
+    return name
+
+
+def write_adapter_base(folder: Path, base: str) -> None:
+    """Name the base in an adapter's configuration."""
+    config = read_json(folder / "adapter_config.json")
+    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": base})
+
+
 def check_weights(folder: Path) -> None:
     """Refuse a checkpoint whose weights are missing, pickled, an adapter or unreadable; reads headers only."""
     from safetensors import SafetensorError, safe_open
 
-    if (folder / "adapter_config.json").is_file():
+    if is_adapter(folder):
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")

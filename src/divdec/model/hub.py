@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from divdec.configuration import PARTS, REMOTE_FILE
+from divdec.configuration import AUXILIARIES, BASE, PARTS, REMOTE_FILE
 from divdec.errors import UsageError, first_line
 from divdec.model.bundle import bundle_card
 from divdec.model.checkpoint import COMPOSITE, HUB_ID, CheckpointReference, check_weights, digests
@@ -88,16 +88,18 @@ def hub_files(bundle: str | os.PathLike[str], repo_id: str) -> dict[str, Path | 
             files[name] = folder / name
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else bundle_card(config, None)
-    for part in PARTS:
+    for part in (*PARTS, BASE):
         if getattr(config, part) is None:
             continue
         reference = CheckpointReference.from_dict(getattr(config, part), part)
         if reference.folder is None:
             continue
         path = reference.resolve(folder, weights=True)
-        check_weights(path)
+        adapts = config.base is not None and part in AUXILIARIES
+        if not adapts:
+            check_weights(path)
         reference.verify(path, part)
-        if read_json(path / "config.json").get("model_type") == COMPOSITE:
+        if not adapts and read_json(path / "config.json").get("model_type") == COMPOSITE:
             raise UsageError(f"{part} {path} consists of several checkpoints, which a repository cannot hold")
         files |= {f"{part}/{name}": path / name for name in reference.sha256 or {}}
         setattr(config, part, CheckpointReference(folder=part, sha256=reference.sha256).to_dict())

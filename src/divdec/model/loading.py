@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.configuration import AUXILIARIES, PARTS, DivergenceConfig
+from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
 from divdec.errors import UsageError
 from divdec.model.checkpoint import (
     HUB_ID,
@@ -34,10 +34,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from divdec.experts.correction import Correction
+    from divdec.experts.neural import NeuralPair
     from divdec.experts.protocol import Experts
 
+LoadedModels = dict[tuple[Path, str], "PreTrainedModel"]
+"""Models by folder and the options that they were loaded with."""
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
-PART_NAMES = (*PARTS, "experts")
+PART_NAMES = (*PARTS, BASE, "experts")
 # Arguments of from_pretrained that refer to the files of a single checkpoint.
 REFUSED = ("subfolder", "output_loading_info", "state_dict", "gguf_file", "variant")
 # Arguments that the Auto classes and their users add. The parts are never loaded with remote code.
@@ -67,6 +70,11 @@ class Bundle:
     """Folder of each checkpoint by part, the target's first."""
     verify: bool = True
     """Compare n-grams with their digest, as was done for the checkpoints."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Parts that are adapters of `paths["base"]`."""
+        return AUXILIARIES if BASE in self.paths else ()
 
     @classmethod
     def open(
@@ -160,13 +168,18 @@ class Bundle:
 
 
 def load_parts(
-    name_or_path: str | os.PathLike[str], *, verify: bool = True, **kwargs: Any
+    name_or_path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    loaded: LoadedModels | None = None,
+    **kwargs: Any,
 ) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Correction | None]:
     """Load a bundle's configuration, target, experts and takedowns.
 
     Args:
         name_or_path: a bundle's folder or hub id.
         verify: compare local files with the bundle's digests.
+        loaded: models of bundles that were loaded before, whose weights are shared; it is extended.
         **kwargs: see `DivergenceForCausalLM.from_pretrained`.
 
     Raises:
@@ -192,9 +205,11 @@ def load_parts(
     )
     models = {}
     for part, path in bundle.paths.items():
+        if part in bundle.adapters:
+            continue
         options = {name: _for_part(part, value) if name in PER_PART else value for name, value in kwargs.items()}
         try:
-            models[part] = load_model(path, **options)
+            models[part] = _load_once(path, options, loaded)
         except UsageError as error:
             raise UsageError(f"{part}: {error}") from None
     target = models["target"]
@@ -236,7 +251,7 @@ def read_config(folder: Path) -> DivergenceConfig:
 
 
 def _check_fields(folder: Path, config: DivergenceConfig) -> None:
-    for name in ("bridge", "ngram", "registry", "measured"):
+    for name in ("base", "bridge", "ngram", "registry", "measured"):
         if not isinstance(getattr(config, name), dict | None):
             raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
     if config.measured is not None and set(config.measured) != {"steering", "result"}:
@@ -254,21 +269,37 @@ def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files
     Raises:
         UsageError: a checkpoint is missing, unreadable or has changed, or both auxiliaries are the same.
     """
+    from divdec.experts.adapters import check_adapter
+
     has_counts = config.ngram is not None or config.registry is not None
     has_pair = any(getattr(config, part) is not None for part in AUXILIARIES)
     parts = PARTS if has_pair or not has_counts else ("target",)  # with one auxiliary, the error names the other
+    adapters = AUXILIARIES if config.base is not None else ()
+    parts = (*parts, BASE) if adapters else parts
     references = {part: CheckpointReference.from_dict(getattr(config, part), part) for part in parts}
     if has_pair:
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
     paths = {}
     for part, reference in references.items():
         paths[part] = reference.resolve(folder, weights=True, local_files_only=local_files_only)
-        check_weights(paths[part])
+        (check_adapter if part in adapters else check_weights)(paths[part])
         if verify:
             reference.verify(paths[part], part)
     if has_pair and paths["retain_auxiliary"] == paths["forget_auxiliary"]:
         raise UsageError(f"{folder}: both auxiliaries are {paths['retain_auxiliary']}; nothing would be forgotten")
     return paths
+
+
+def _load_once(path: Path, options: dict[str, Any], loaded: LoadedModels | None) -> PreTrainedModel:
+    """Load a checkpoint, or return a model that shares the weights of one loaded before with the same options."""
+    from divdec.passes import share_weights
+
+    if loaded is None:
+        return load_model(path, **options)
+    key = path, repr(sorted(options.items(), key=lambda option: option[0]))
+    if key not in loaded:
+        loaded[key] = load_model(path, **options)
+    return share_weights(loaded[key])
 
 
 def answer_digests(folder: Path, *, verified: bool) -> dict[str, Any]:
@@ -301,13 +332,19 @@ def answer_digests(folder: Path, *, verified: bool) -> dict[str, Any]:
 
 def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts | None:
     """Return the experts that a bundle names, combined if there are several; None if it names a registry alone."""
+    from divdec.experts.adapters import AdapterPair
     from divdec.experts.combined import CombinedExperts
     from divdec.experts.neural import NeuralPair
 
     experts: list[tuple[Experts, float]] = []
-    if "retain_auxiliary" in models:
-        pair = models["retain_auxiliary"], models["forget_auxiliary"]
-        experts.append((NeuralPair(*pair) if bundle.config.bridge is None else _bridged_pair(bundle, models), 1.0))
+    pair = None
+    if BASE in models:
+        pair = AdapterPair.load(models[BASE], *(bundle.paths[part] for part in AUXILIARIES))
+    elif "retain_auxiliary" in models:
+        pair = NeuralPair(models["retain_auxiliary"], models["forget_auxiliary"])
+    if pair is not None:
+        bridged = bundle.config.bridge is not None
+        experts.append((_bridged_pair(bundle, models["target"], pair) if bridged else pair, 1.0))
     if (ngrams := bundle.load_ngrams()) is not None:
         experts.append(ngrams)
     if not experts:
@@ -315,18 +352,19 @@ def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts 
     return experts[0][0] if len(experts) == 1 and experts[0][1] == 1 else CombinedExperts(experts)
 
 
-def _bridged_pair(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts:
+def _bridged_pair(bundle: Bundle, target: PreTrainedModel, pair: NeuralPair) -> Experts:
     from divdec.bridge.pair import BridgedPair
     from divdec.passes import logit_width
 
-    tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items()}
-    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, bundle.paths)
+    tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items() if part not in bundle.adapters}
+    others = [part for part in tokenizers if part != "target"]
+    check_same_vocabulary({part: tokenizers[part] for part in others}, bundle.paths)
     return BridgedPair(
-        models["retain_auxiliary"],
-        models["forget_auxiliary"],
+        pair.retain,
+        pair.forget,
         target_tokenizer=tokenizers["target"],
-        auxiliary_tokenizer=tokenizers["retain_auxiliary"],
-        target_width=logit_width(models["target"]),
+        auxiliary_tokenizer=tokenizers[others[0]],
+        target_width=logit_width(target),
         token_healing=bool((bundle.config.bridge or {}).get("token_healing", False)),
     )
 

@@ -168,7 +168,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             overlap: run the experts while the target runs, see the property `overlap`.
             **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may be mappings by part: 'target',
-                'retain_auxiliary', 'forget_auxiliary' or 'experts' (both auxiliaries).
+                'retain_auxiliary', 'forget_auxiliary', 'base' (of adapters) or 'experts' (the auxiliaries). `loaded`, a
+                dictionary, holds the models of several bundles, so that one that they share is loaded once.
 
         Raises:
             UsageError: the bundle or one of its parts is missing, corrupt, changed or does not fit.

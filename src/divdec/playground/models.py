@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from divdec.bridge.conversation import plain_prompt
-from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
+from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt, plain_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.text import AnswerText
 from divdec.endpoint import Endpoint, Refused

@@ -18,11 +18,13 @@ from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_vocabulary
 from divdec.model.checkpoint import (
     CheckpointReference,
+    adapter_base,
     check_different,
     check_same_vocabulary,
     check_tokenizer,
     check_weights,
     digests,
+    is_adapter,
     load_model,
     load_tokenizer,
     vocabulary_sha256,
@@ -60,6 +62,8 @@ class ExpertSources:
     """Device of the auxiliaries."""
     vocab_size: int | None = None
     """Size of the steered vocabulary; the experts' by default."""
+    base: str | None = None
+    """Checkpoint that both auxiliaries adapt, if they are LoRA adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +88,13 @@ def sources_from_bundle(bundle: str, device: str = "cpu") -> tuple[ExpertSources
     Raises:
         UsageError: the folder is no bundle, or a part of it is missing or has changed.
     """
-    from divdec.configuration import AUXILIARIES
+    from divdec.configuration import AUXILIARIES, BASE
     from divdec.model.loading import find_bundle, read_config, weight_of
 
     folder = find_bundle(bundle)
     config = read_config(folder)
     paths: dict[str, str] = {}
-    for name in AUXILIARIES:
+    for name in (*AUXILIARIES, BASE):
         if getattr(config, name) is not None:
             reference = CheckpointReference.from_dict(getattr(config, name), name)
             path = reference.resolve(folder, weights=True)
@@ -102,7 +106,7 @@ def sources_from_bundle(bundle: str, device: str = "cpu") -> tuple[ExpertSources
     sources = ExpertSources(
         str(folder), paths.get("retain_auxiliary"), paths.get("forget_auxiliary"), folders.get("ngram"),
         folders.get("registry"), weight_of(counted["ngram"], "ngram"), config.bridge is not None,
-        bool(bridge.get("token_healing", False)), device, config.vocab_size,
+        bool(bridge.get("token_healing", False)), device, config.vocab_size, paths.get(BASE),
     )  # fmt: skip
     return sources, Steering.from_dict(config.steering or {})
 
@@ -154,7 +158,7 @@ def source_digests(sources: ExpertSources, loaded: LoadedExperts) -> dict[str, A
     tokenizer = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
     auxiliaries = [
         CheckpointReference.parse(text).resolve(Path(), weights=True)
-        for text in (sources.retain, sources.forget)
+        for text in (sources.retain, sources.forget, sources.base)
         if text is not None
     ]
     return {
@@ -172,6 +176,7 @@ def _load_pair(
 ) -> tuple[Experts, int | None]:
     """Load the auxiliaries, and return them with the most tokens that they can read."""
     from divdec.bridge.pair import BridgedPair
+    from divdec.experts.adapters import AdapterPair
     from divdec.experts.neural import NeuralPair
 
     if sources.retain is None or sources.forget is None:
@@ -182,20 +187,25 @@ def _load_pair(
         name: reference.resolve(Path(), weights=True)
         for name, reference in zip(("retain", "forget"), references, strict=True)
     }
-    for folder in paths.values():
+    base = sources.base or (adapter_base(paths["retain"]) if is_adapter(paths["retain"]) else None)
+    checkpoints = paths
+    if base is not None:
+        checkpoints = {"base": CheckpointReference.parse(base).resolve(Path(), weights=True)}
+    for folder in checkpoints.values():
         check_weights(folder)
-    tokenizers = {name: load_tokenizer(folder) for name, folder in paths.items()}
-    models = [load_model(folder, device_map=sources.device) for folder in paths.values()]
+    tokenizers = {name: load_tokenizer(folder) for name, folder in checkpoints.items()}
+    models = [load_model(folder, device_map=sources.device) for folder in checkpoints.values()]
+    pair = NeuralPair(*models) if base is None else AdapterPair.load(models[0], paths["retain"], paths["forget"])
     if sources.bridge:
-        check_same_vocabulary(tokenizers, paths)
-        pair = BridgedPair(
-            *models, target_tokenizer=tokenizer, auxiliary_tokenizer=tokenizers["retain"],
+        check_same_vocabulary(tokenizers, checkpoints)
+        bridged = BridgedPair(
+            pair.retain, pair.forget, target_tokenizer=tokenizer, auxiliary_tokenizer=next(iter(tokenizers.values())),
             target_width=len(tokenizer), token_healing=sources.token_healing,
         )  # fmt: skip
-        return pair, None
-    check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": tokenizer_path, **paths})
+        return bridged, None
+    check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": tokenizer_path, **checkpoints})
     limits = [getattr(model.config, "max_position_embeddings", None) for model in models]
-    return NeuralPair(*models), min((limit for limit in limits if limit), default=None)
+    return pair, min((limit for limit in limits if limit), default=None)
 
 
 def _find_eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ from divdec.decoding.cache import DivergenceCache, can_join, drop_columns, holds
 from divdec.decoding.speculative import Speculation, decode
 from divdec.errors import FailedClosed, UsageError
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.model.suppression import SuppressionPass
 from divdec.passes import stateful_types
 from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
-from divdec.serving.suppression import SuppressionPass
 
 PREFILL_CHUNK = 512  # prompt tokens per prefill chunk, between two decoding steps
 PREFILL_LOGITS = 1 << 24  # logits of prompts that are held at a time where all of them are needed

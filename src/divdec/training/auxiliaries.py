@@ -31,17 +31,22 @@ from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.evaluation.suppression import measure_suppression
+from divdec.model.bundle import TRAINING as RESULT
 from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
 from divdec.model.checkpoint import (
     CheckpointReference,
+    adapter_base,
     check_apart,
     check_weights,
     common_vocabulary_of,
+    digests,
     dtype_for_passes,
     input_digests,
+    is_adapter,
     load_config,
     load_model,
     load_tokenizer,
+    write_adapter_base,
 )
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
@@ -67,7 +72,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
-RESULT = "training.json"
 DEFAULT_RULE = "rank:20:3"
 SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 # Questions of the forget set that the target answers, greedily and in samples; tokens of an answer.
@@ -244,6 +248,8 @@ def train_auxiliaries(
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
     base: Path
+    base_name: str
+    """The base for another program: a folder or hub id."""
     target: Path | None
     tokenizer: PreTrainedTokenizerBase
     form: Format
@@ -269,6 +275,11 @@ class _Inputs:
             "base files": input_digests(self.base),
             "target files": None if self.target is None else input_digests(self.target),
         }
+
+    @functools.cached_property
+    def base_weights(self) -> dict[str, str]:
+        """SHA-256 of the base's weight files, by name."""
+        return {name: digest for name, digest in digests(self.base).items() if name.endswith(".safetensors")}
 
     def readings(
         self, settings: AuxiliarySettings, report: Callable[[str], None]
@@ -317,7 +328,9 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     neutral = None
     if target is not None and measure and PartialState().is_main_process:
         neutral = _neutral_text(settings, target, forget, retain, form, report)
-    return _Inputs(base, target, tokenizer, form, forget, retain, learned, held_out, neutral, examples)
+    reference = CheckpointReference.parse(settings.base)
+    base_name = settings.base if reference.folder is None else str(base)
+    return _Inputs(base, base_name, target, tokenizer, form, forget, retain, learned, held_out, neutral, examples)
 
 
 def _write_and_measure(
@@ -498,9 +511,20 @@ def _check_bundle(
     return measured.to_dict() | {"suppression": dataclasses.asdict(suppression)}
 
 
-def load_for_training(folder: Path) -> PreTrainedModel:
-    """Load a checkpoint with float32 weights, the precision in which the optimizer updates them."""
-    return load_model(folder, dtype=torch.float32)
+def load_for_training(folder: Path, *, merge: bool = True) -> PreTrainedModel:
+    """Load a checkpoint with float32 weights, the precision in which the optimizer updates them.
+
+    Args:
+        folder: a checkpoint, or an adapter with its base.
+        merge: merge an adapter into the base; False returns a `PeftModel` whose adapter can be trained further.
+    """
+    if not is_adapter(folder):
+        return load_model(folder, dtype=torch.float32)
+    from peft import PeftModel
+
+    base = CheckpointReference.parse(adapter_base(folder)).resolve(Path(), weights=True)
+    model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), folder, is_trainable=not merge)
+    return model.merge_and_unload() if merge else model
 
 
 def next_attempt(attempts: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -661,9 +685,11 @@ class _PairTrainer:
     ) -> None:
         """Fine-tune a checkpoint, and write it with `content` and the result as an auxiliary."""
         folder, work = self.output / f"{role}_auxiliary", self.output / WORK / role
+        adapters = self.settings.adapters
         model, result = fine_tune(
-            load_for_training(start), self.inputs.tokenizer, examples, training, work, title=f"{role} auxiliary"
-        )
+            load_for_training(start, merge=not adapters), self.inputs.tokenizer, examples, training, work,
+            title=f"{role} auxiliary", merge=not adapters,
+        )  # fmt: skip
         figures = {**dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
         if "round" in content:  # the figures of the first training stay
             content = {**content, "rounds": [*content.get("rounds", []), figures]}
@@ -676,6 +702,9 @@ class _PairTrainer:
         if PartialState().is_main_process:
             with output_folder(folder, overwrite=True, ours=lambda folder: (folder / RESULT).is_file()) as temporary:
                 model.to(load_config(self.inputs.base).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
+                if adapters:
+                    write_adapter_base(temporary, self.inputs.base_name)
+                    content = content | {"base": self.inputs.base_weights}
                 self.inputs.tokenizer.save_pretrained(temporary)
                 write_json(temporary / RESULT, content)
             discard_checkpoints(work)

@@ -271,7 +271,7 @@ class DistillationJob:
     @property
     def identity(self) -> str:
         """Digest of the bundle's references without their folders."""
-        roles = ("target", "retain_auxiliary", "forget_auxiliary", "ngram", "bridge")
+        roles = ("target", "retain_auxiliary", "forget_auxiliary", "base", "ngram", "bridge")
         references = {role: dict(getattr(self.config, role) or {}) for role in roles}
         for reference in references.values():
             reference.pop("folder", None)

@@ -117,12 +117,13 @@ def fine_tune(
     companions: Mapping[str, Companion] | None = None,
     on_epoch: Callable[[PreTrainedModel, int], object] | None = None,
     on_end: Callable[[PreTrainedModel], object] | None = None,
+    merge: bool = True,
 ) -> tuple[PreTrainedModel, TrainingResult]:
     """Fine-tune a model in memory, on one process or on many under `accelerate launch` or `torchrun`.
 
     Args:
-        model: a causal language model. It is changed in place (adapters are merged at the end). Under FSDP the
-            function returns another model, whole and on the CPU.
+        model: a causal language model, or a `PeftModel` whose adapter is trained further. It is changed in place.
+            Under FSDP the function returns another model, whole and on the CPU.
         tokenizer: its tokenizer, for padding.
         examples: training examples.
         settings: optimisation settings.
@@ -136,6 +137,7 @@ def fine_tune(
         on_epoch: called after each epoch with the model in evaluation mode (LoRA adapters not merged) and the number
             of finished epochs.
         on_end: called with the model after the last step, in every process.
+        merge: merge adapters into the model at the end; False returns a `PeftModel`.
 
     Returns:
         The model in evaluation mode, and the result. Its losses are cross entropies, whatever the objective.
@@ -159,10 +161,11 @@ def fine_tune(
     sample = sample_examples(examples, 256, settings.seed)
     loss_before = mean_loss(model, tokenizer, sample, settings.batch_size) if measure else math.nan
     config = model.config
-    trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
+    adapted = hasattr(model, "peft_config")
+    trained: Any = _with_adapters(model, settings) if settings.lora_rank and not adapted else model
     bfloat16 = uses_bfloat16(settings, model)
     if objective is None and bfloat16:
-        objective = LabelledCrossEntropy(plain_head(model))
+        objective = LabelledCrossEntropy(plain_head(model.get_base_model() if adapted else model))  # pyright: ignore
     stop, bar = StopOnSignal(), ProgressBar(title)
     try:
         trainer = ObjectiveTrainer(
@@ -193,7 +196,7 @@ def fine_tune(
         on_end(trained)
     if sharded:
         trained = _gather_model(trainer, config, settings)
-    model = trained.merge_and_unload() if settings.lora_rank else trained
+    model = trained.merge_and_unload() if settings.lora_rank and merge else trained
     model.eval()
     result = TrainingResult(
         loss_before=loss_before,

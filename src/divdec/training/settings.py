@@ -20,6 +20,8 @@ from divdec.options import (
     check_positive,
 )
 
+ADAPTER_RANK = 16
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Optimization):
@@ -55,6 +57,9 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
+    adapters: bool = False
+    """Write both auxiliaries as LoRA adapters of the base, which is then loaded once and runs both in one pass. The
+    rank is that of --lora-rank, 16 by default. Without this option adapters are merged into two checkpoints."""
     steering: str | None = None
     """Rule written into the bundle. By default the best of several, by the measurement after training."""
     neutral: str | None = None
@@ -69,6 +74,8 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
         TrainingData.__post_init__(self)
         if self.lr != "auto":
             check_positive("lr", self.lr)
+        if self.adapters and not self.lora_rank:
+            object.__setattr__(self, "lora_rank", ADAPTER_RANK)
 
     def training(self, learning_rate: float) -> TrainingSettings:
         """Return the settings of one of the two runs."""

@@ -9,9 +9,9 @@ import torch
 
 from divdec.cli.serving import ServeSettings
 from divdec.errors import FailedClosed, UsageError
+from divdec.model.suppression import suppressed_share
 from divdec.serving import SuppressionPolicy, scheduler
 from divdec.serving.logprobs import LogprobPolicy
-from divdec.serving.suppression import suppressed_share
 from support.served import engine_of, serving
 
 PROMPT = "The city of"

@@ -12,8 +12,8 @@ from divdec import DivergenceForCausalLM
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
+from divdec.model.suppression import SuppressionPass, suppressed_share
 from divdec.serving.scheduler import Closing, Scheduler
-from divdec.serving.suppression import SuppressionPass, suppressed_share
 from support.engines import Failing, alone, answer, answered_tokens, greedy, run, tokens_of
 from support.exactness import assert_same_answer
 from support.tiny import make_parts

@@ -161,6 +161,11 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
             f"{bundle.folder}: auxiliaries with another tokenizer than the target's (bridge) cannot be served by vLLM; "
             "serve the bundle without --engine vllm"
         )
+    if bundle.config.base is not None:
+        raise UsageError(
+            f"{bundle.folder}: auxiliaries that are adapters cannot be served by vLLM; merge them into "
+            "two checkpoints (divdec bundle … --merge), or serve the bundle without --engine vllm"
+        )
     configs = {part: load_config(path) for part, path in bundle.paths.items()}
     tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items()}
     widths = {part: vocabulary_width(config) for part, config in configs.items()}

@@ -1,0 +1,253 @@
+"""A pair of adapters on one base computes what the merged checkpoints compute."""
+
+import copy
+import json
+
+import peft
+import pytest
+import torch
+
+from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
+from divdec.errors import FailedClosed
+from divdec.experts.adapters import AdapterPair
+from divdec.experts.protocol import Inputs
+from divdec.model.loading import load_parts
+from divdec.serving.vllm.configuration import EngineOptions, read_parts
+from support.exactness import assert_close, assert_same_answers
+from support.tiny import tiny_model
+
+VOCAB = 512
+PROMPTS = ([5, 9, 200, 31], [7, 8], [44, 13, 90, 71, 6, 300])
+# q and p have other ranks and other layers.
+ADAPTERS = {
+    "retain": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "forget": {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "down_proj"], "use_rslora": True},
+}
+
+
+def adapt(base, folder, seed, **settings):
+    """Write an adapter of random weights, and return the merged model."""
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder)
+    return model.merge_and_unload().eval()
+
+
+@pytest.fixture(params=["llama", "qwen", "mistral"])
+def parts(request, tmp_path, tokenizer):
+    """Target, base and adapters in folders, and the merged auxiliaries."""
+    return make_parts(request.param, tmp_path, tokenizer)
+
+
+@pytest.fixture
+def llama(tmp_path, tokenizer):
+    return make_parts("llama", tmp_path, tokenizer)
+
+
+def make_parts(family, folder, tokenizer):
+    models = {"target": tiny_model(family, VOCAB, 0, width=64, layers=3), "base": tiny_model(family, VOCAB, 1)}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    merged = {}
+    for seed, (name, settings) in enumerate(ADAPTERS.items()):
+        merged[name] = adapt(models["base"], folder / name, seed, **settings)
+        name_base(folder / name, folder / "base")
+    return folder, models, merged
+
+
+def name_base(folder, base):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
+
+
+def write(folder, output="bundle", steering="linear:1.5", **options):
+    return write_bundle(
+        folder / output, target=str(folder / "target"), retain_auxiliary=str(folder / "retain"),
+        forget_auxiliary=str(folder / "forget"), steering=steering, **options,
+    )  # fmt: skip
+
+
+def padded(prompts):
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[1] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    return ids, torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+
+@torch.no_grad()
+def test_divergence_is_that_of_the_merged_pair(parts):
+    folder, models, merged = parts
+    pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+    ids, mask = padded(PROMPTS)
+    expected = NeuralPair(merged["retain"], merged["forget"]).divergence(ids, mask)
+    assert pair.joint is not None
+    assert_close(pair.divergence(ids, mask)[mask.bool()], expected[mask.bool()])
+    cache = pair.new_cache()  # in pieces: the cache is that of two models
+    pieces = [pair.divergence(ids[:, part], mask[:, : part.stop], cache=cache) for part in (slice(0, 3), slice(3, 6))]
+    assert_close(torch.cat(pieces, dim=1)[mask.bool()], expected[mask.bool()])
+    assert cache.lengths == [6, 6]
+
+
+@pytest.mark.parametrize("rule", ["linear:1.5", "rank:20", "linear:1:0.5"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_cache": False}, {"speculative": True}, {"speculative": 3}, {"num_beams": 3}], ids=str
+)
+def test_answers_are_those_of_the_merged_pair(llama, rule, options):
+    folder, models, merged = llama
+    model = DivergenceForCausalLM.from_pretrained(write(folder, steering=rule))
+    reference = DivergenceForCausalLM.from_parts(models["target"], *merged.values(), rule)
+    ids, mask = padded(PROMPTS)
+    plain = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
+    beams = {"num_beams": options["num_beams"]} if "num_beams" in options else {}
+    expected = reference.generate(ids, **plain, **beams)
+    if beams:
+        assert torch.equal(model.generate(ids, **plain, **options), expected)
+    else:
+        assert_same_answers(reference, PROMPTS, model.generate(ids, **plain, **options), expected)
+
+
+def test_weights_of_the_base_are_held_once(llama):
+    folder, models, _ = llama
+    pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+    own = {id(weight) for weight in models["base"].parameters()}
+    added = sum(weight.numel() for weight in pair.parameters() if id(weight) not in own)
+    assert own <= {id(weight) for weight in pair.parameters()}
+    assert added < 0.4 * models["base"].num_parameters()
+
+
+def test_bundles_of_one_base_share_its_weights_and_answer_each_by_its_own_adapters(llama):
+    folder, models, _ = llama
+    first = write(folder)
+    adapt(models["base"], folder / "forget", 99, **ADAPTERS["forget"])
+    name_base(folder / "forget", folder / "base")
+    second, loaded = write(folder, "second"), {}
+    (folder / "other").mkdir()
+    models_of = [DivergenceForCausalLM.from_pretrained(second, loaded=loaded) for _ in range(3)]
+    with pytest.raises(UsageError, match="has changed"):
+        load_parts(first, loaded=loaded)
+    target, base = loaded.values()
+    shared = {id(weight) for part in (target, base) for weight in part.parameters()}
+    for model in models_of:
+        assert shared <= {id(weight) for weight in model.parameters()}
+    ids = torch.tensor([PROMPTS[0]])
+    alone = DivergenceForCausalLM.from_pretrained(second)
+    for model in models_of:
+        assert torch.equal(model(ids).logits, alone(ids).logits)
+
+
+def test_merged_and_packed_bundles_answer_alike(llama):
+    folder, _, _ = llama
+    bundle, merged, packed = write(folder), write(folder, "merged", merge=True), write(folder, "packed", pack=True)
+    assert json.loads((bundle / "config.json").read_text())["base"]["folder"] == "../base"
+    assert json.loads((merged / "config.json").read_text())["base"] is None
+    assert (packed / "retain_auxiliary" / "adapter_model.safetensors").is_file()
+    ids = torch.tensor([PROMPTS[0]])
+    logits = [DivergenceForCausalLM.from_pretrained(one)(ids).logits for one in (bundle, merged, packed)]
+    assert_close(logits[1], logits[0])
+    assert torch.equal(logits[2], logits[0])
+    read_parts(str(merged), None, EngineOptions())
+    with pytest.raises(UsageError, match=r"cannot be served by vLLM; merge them"):
+        read_parts(str(bundle), None, EngineOptions())
+
+
+class TestRefused:
+    def refused(self, folder, message, **options):
+        with pytest.raises(UsageError, match=message):
+            write(folder, **options)
+        assert not (folder / "bundle").exists()
+
+    def test_adapters_of_two_bases(self, llama):
+        folder, _, _ = llama
+        name_base(folder / "forget", folder / "target")
+        self.refused(folder, "adapt different bases")
+
+    def test_one_adapter_and_one_checkpoint(self, llama):
+        folder, _, merged = llama
+        merged["forget"].save_pretrained(folder / "forget")
+        (folder / "forget" / "adapter_config.json").unlink()
+        self.refused(folder, "the other auxiliary a whole checkpoint")
+
+    def test_base_with_other_shapes_or_without_a_layer(self, llama):
+        folder, _, _ = llama
+        for name in ("retain", "forget"):
+            name_base(folder / name, folder / "target")
+        self.refused(folder, "the adapter's own base")
+        tiny_model("gpt2", VOCAB, 0).save_pretrained(folder / "base")
+        for name in ("retain", "forget"):
+            name_base(folder / name, folder / "base")
+        self.refused(folder, "the base lacks it")
+
+    def test_base_with_other_weights_than_in_training(self, llama):
+        folder, _, _ = llama
+        (folder / "retain" / "training.json").write_text(json.dumps({"base": {"model.safetensors": "0" * 64}}))
+        self.refused(folder, "trained on other weights")
+
+    def test_other_kinds_of_adapters(self, llama):
+        folder, models, _ = llama
+        adapt(models["base"], folder / "retain", 0, r=2, target_modules=["q_proj"], use_dora=True)
+        name_base(folder / "retain", folder / "base")
+        self.refused(folder, "use_dora is True")
+
+    def test_equal_adapters(self, llama):
+        folder, models, _ = llama
+        for name in ("retain", "forget"):
+            adapt(models["base"], folder / name, 0, **ADAPTERS["retain"])
+            name_base(folder / name, folder / "base")
+        self.refused(folder, "same model")
+
+    def test_saving_from_memory(self, llama):
+        folder, _, _ = llama
+        model = DivergenceForCausalLM.from_pretrained(write(folder))
+        with pytest.raises(UsageError, match="divdec bundle --pack"):
+            model.save_pretrained(folder / "saved")
+
+    def test_merging_checkpoints(self, llama):
+        folder, _, _ = llama
+        for name in ("retain", "forget"):
+            name_base(folder / name, folder / "base")
+        write(folder, merge=True)
+        config = json.loads((folder / "bundle" / "config.json").read_text())
+        with pytest.raises(UsageError, match="merge is for auxiliaries that are LoRA adapters"):
+            write_bundle(
+                folder / "again", target=str(folder / "target"), steering="rank:5", merge=True,
+                retain_auxiliary=str(folder / "bundle" / config["retain_auxiliary"]["folder"]),
+                forget_auxiliary=str(folder / "bundle" / config["forget_auxiliary"]["folder"]),
+            )  # fmt: skip
+
+    def test_changed_base_and_changed_adapter_when_loading(self, llama):
+        folder, _, _ = llama
+        bundle = write(folder)
+        tiny_model("llama", VOCAB, 7).save_pretrained(folder / "base")
+        with pytest.raises(UsageError, match=r"base: .*model\.safetensors has changed"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+        (folder / "retain" / "adapter_model.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(UsageError, match="missing or corrupt"):
+            DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+    def test_states_whose_rows_cannot_be_told_apart(self, llama):
+        folder, models, _ = llama
+        pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+        layer = pair.joint.model.layers[0].mlp.down_proj
+        with pytest.raises(FailedClosed, match="cannot be told apart"):
+            layer(torch.zeros(6, 64))
+
+
+def test_drafts_of_adapters_are_steered_and_read_once_by_both(llama):
+    folder, models, _ = llama
+    pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+    model = DivergenceForCausalLM.from_experts(models["target"], pair, "rank:20")
+    ids, cache = torch.tensor([PROMPTS[0]]), model.new_cache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        passes = []
+        pair.joint.register_forward_hook(lambda *_: passes.append("both"))
+        for side in (pair.retain, pair.forget):
+            side.register_forward_hook(lambda *_: passes.append("one"))
+        draft = pair.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, model.steering)
+        expected = model(torch.tensor([[6]]), past_key_values=cache).logits
+        assert passes == ["both"]
+        assert (draft == -torch.inf).sum() == 20
+        assert torch.equal(draft == -torch.inf, expected == -torch.inf)
