@@ -391,7 +391,7 @@ def playground(
 
 def _connect_server(url: str, model: str | None, settings: tuple[Turns, int, int]) -> Any:
     from divdec.playground.controller import Controller
-    from divdec.playground.models import RemoteServer
+    from divdec.playground.server import RemoteServer
 
     api_key_env = API_KEY if os.environ.get(API_KEY) else None
     server = RemoteServer(url, _chat_options(settings), model=model, api_key_env=api_key_env)
