@@ -265,17 +265,11 @@ def _options(settings: ServeSettings) -> ServerOptions:
 
     return ServerOptions(
         api_key=settings.api_key if settings.api_key is not None else os.environ.get(API_KEY),
-        max_tokens=settings.max_tokens,
-        max_seconds=settings.max_seconds,
-        max_body_bytes=settings.max_body_bytes,
-        max_sequences=settings.max_queue,
-        shutdown_timeout=settings.shutdown_timeout,
-        log_prompts=settings.log_prompts,
-        suppression=settings.suppression(),
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
+        max_tokens=settings.max_tokens, max_seconds=settings.max_seconds, max_body_bytes=settings.max_body_bytes,
+        max_sequences=settings.max_queue, shutdown_timeout=settings.shutdown_timeout, log_prompts=settings.log_prompts,
+        suppression=settings.suppression(), ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
         cors_origins=settings.cors_origin,
-    )
+    )  # fmt: skip
 
 
 def build_engine(
@@ -304,15 +298,11 @@ def build_engine(
         model = with_registry(model, tokenizer, settings.registry)
     length = speculation.draft_length
     return Engine(
-        model,
-        tokenizer,
-        name,
-        max_num_seqs=settings.max_num_seqs,
-        max_queue=settings.max_queue,
+        model, tokenizer, name, max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue,
         speculation=None if length is None else speculative.Speculation(None if length is True else length),
         measure_suppression=settings.on_suppressed != "answer",
         chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
-    )
+    )  # fmt: skip
 
 
 def playground(

@@ -350,14 +350,10 @@ class TokenStreamer(BaseStreamer):
         self.items.put(self._read(int(value)))
         self.wanted.acquire()
         if self.closed:
-            raise StreamClosed
+            raise GeneratorExit
 
     def end(self) -> None:
-        """Do nothing: the end of the thread is the end of the answer."""
-
-
-class StreamClosed(Exception):
-    """Nobody reads the tokens any more."""
+        """Do nothing: the answer ends with the thread."""
 
 
 def stream_tokens(generate: Callable[[BaseStreamer], None], read: Callable[[int], Any]) -> Iterator[Any]:
@@ -371,7 +367,7 @@ def stream_tokens(generate: Callable[[BaseStreamer], None], read: Callable[[int]
     def run() -> None:
         try:
             generate(streamer)
-        except StreamClosed:
+        except GeneratorExit:  # nobody reads the tokens any more
             pass
         except Exception as error:
             errors.append(error)
