@@ -76,8 +76,8 @@ def bundle(
         rule = dataclasses.replace(rule, vocabulary=_token_ids(rank_vocabulary, target))
     path = write_bundle(
         output, target=target, retain_auxiliary=retain_auxiliary, forget_auxiliary=forget_auxiliary, steering=rule,
-        ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, token_healing=token_healing, pack=pack,
-        overwrite=overwriting.overwrite,
+        ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, token_healing=token_healing,
+        pack=pack, overwrite=overwriting.overwrite,
     )  # fmt: skip
     eligible = len(rule.vocabulary) if rule is not None and rule.vocabulary is not None else None
     name = None if rule is None else str(rule)
