@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
 from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json, write_text
-from divdec_research.gradient_depth import check_teacher, decoder_parts, draw_examples, gradient_depth
 from divdec_research.report.charts import Band, band_panels
 from divdec_research.report.scores import best_index
 from divdec_research.suites.aggregate import Bootstrap
@@ -49,6 +47,9 @@ def run_gradient_depth(
     Raises:
         UsageError: a setting, the data or the bundle is not accepted, or the output would replace something else.
     """
+    from divdec.data.formatting import Format, encode_set
+    from divdec_research.gradient_depth import check_teacher, decoder_parts, draw_examples, gradient_depth
+
     output, bootstrap = Path(settings.output).expanduser(), Bootstrap(seed=settings.seed)
     check_output(output, settings.overwrite, _is_depth)
     sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}

@@ -7,14 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from divdec.data.formatting import IGNORED, Example
-from divdec.passes import logits_of
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from divdec.data.formatting import Example
     from divdec.evaluation.scoring import ItemScore
 
 EPSILON = 1e-10  # what OpenUnlearning adds to every denominator
@@ -85,6 +81,11 @@ def gradient_norm(model: PreTrainedModel, example: Example) -> float:
 
     0 if there is no other token. A steered model has the parameters of target and auxiliaries.
     """
+    import torch
+
+    from divdec.data.formatting import IGNORED
+    from divdec.passes import logits_of
+
     if all(label == IGNORED for label in example.labels[1:-1]):
         return 0.0
     # The last two tokens predict nothing that is read.
