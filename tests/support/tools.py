@@ -23,4 +23,6 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 def fits(arguments):
     """Whether arguments follow the schema."""
-    return arguments.keys() == {"city", "days"} and arguments["city"] in ("Oslo", "Rome") and 1 <= arguments["days"] <= 9
+    return (
+        arguments.keys() == {"city", "days"} and arguments["city"] in ("Oslo", "Rome") and 1 <= arguments["days"] <= 9
+    )

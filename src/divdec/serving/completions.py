@@ -423,7 +423,8 @@ class ChatCompletion(CompletionCall):
             return None
         named = isinstance(body.tool_choice, NamedToolChoice)
         tools = {tool.name: tool.parameters for tool in body.callable_tools}
-        lark = make_grammar(schema, tools, parallel=body.parallel_tool_calls and not named)
+        added = self.engine.tokenizer.get_added_vocab()
+        lark = make_grammar(schema, tools, added, parallel=body.parallel_tool_calls and not named)
         try:
             return await self.engine.compile_grammar(lark)
         except UsageError as error:

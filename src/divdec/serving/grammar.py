@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 
 from divdec.errors import FailedClosed, UsageError, first_line
 
+TAGS = ("<tool_call>", "</tool_call>")  # of the Hermes form
 # Spaces as models write them. Free whitespace lets a model write spaces until the reply is full.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PREFIX = "failed to compile JSON schema: "  # of llguidance's errors, after a position in the grammar
@@ -26,12 +27,19 @@ class GrammarConflict(FailedClosed):
     """The rule suppresses every token that the grammar allows."""
 
 
-def make_grammar(schema: Mapping[str, Any] | None, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> str:
+def make_grammar(
+    schema: Mapping[str, Any] | None,
+    tools: Mapping[str, Mapping[str, Any]],
+    added_tokens: Mapping[str, int],
+    *,
+    parallel: bool,
+) -> str:
     """Return the grammar of a reply in llguidance's dialect of Lark.
 
     Args:
         schema: JSON schema that the reply may follow; None for tool calls alone.
         tools: JSON schema of the arguments, by name of a function that the reply may call, in the Hermes form.
+        added_tokens: ids of the tokenizer's added tokens, which llguidance takes for special ones, by text.
         parallel: whether the reply may hold several calls.
     """
     # The calls' schemas are separate rules, so that their references (#/$defs/…) stay valid.
@@ -40,7 +48,8 @@ def make_grammar(schema: Mapping[str, Any] | None, tools: Mapping[str, Mapping[s
     replies += ['call ("\\n" call)*' if parallel else "call"] if tools else []
     rules = [f"start: {' | '.join(replies)}"]
     rules += [f"reply: {_json(schema)}"] if schema is not None else []
-    rules += [f'call: "<tool_call>\\n" ({" | ".join(call)}) "\\n</tool_call>"'] if tools else []
+    start, end = (f"<[{added_tokens[tag]}]>" if tag in added_tokens else f'"{tag}"' for tag in TAGS)
+    rules += [f'call: {start} "\\n" ({" | ".join(call)}) "\\n" {end}'] if tools else []
     rules += [f"args{index}: {_json({'type': 'object', **schema})}" for index, schema in enumerate(tools.values())]
     return "\n".join(rules)
 

@@ -232,7 +232,8 @@ def response_format(client):
     schema = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"enum": [1, 2]}}}
     fields = {"model": "tiny", "messages": messages, "n": SAMPLES, "response_format": schema}
     texts = lambda value: {
-        choice["message"]["content"] for choice in client._post("chat/completions", fields | {"min_p": value})["choices"]
+        choice["message"]["content"]
+        for choice in client._post("chat/completions", fields | {"min_p": value})["choices"]
     }
     return -math.log(client.threshold(0.1, 1.0, lambda value: len(texts(value)) == 1)), gap
 
@@ -269,7 +270,9 @@ PROBES = {
     "logit_bias": Probe("logit_bias", logit_bias, GAP, "refused"),
     "seed": Probe("seed", seed, "the probability of any likely token, by bisection", "only at temperature 0"),
     "response_format": Probe(
-        "response_format", response_format, "which of two texts is likelier, and by `min_p` the difference",
+        "response_format",
+        response_format,
+        "which of two texts is likelier, and by `min_p` the difference",
         "types text and json_object",
     ),
     "logprobs": Probe("logprobs", logprobs, "log-probabilities of the reply", "as the level says"),

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from divdec.serving.logprobs import LogprobPolicy
-from support.served import bundle_of, engine_of, serving, trained
+from support.served import CONTEXT, bundle_of, engine_of, serving, trained
 from support.tools import ARGUMENTS, CLOCK, TEMPLATE, WEATHER, fits
 
 TURNS = [{"role": "user", "content": "How is it in Oslo?"}]
@@ -18,7 +18,7 @@ def engine(models, tokenizer):
     """An engine whose target answers TURNS with a call, by heart."""
     said = [{"role": "assistant", "content": "I look.", "tool_calls": [call_of({"city": "Oslo", "days": 3})]}]
     text = tokenizer.apply_chat_template(TURNS + said, tools=[WEATHER], chat_template=TEMPLATE, tokenize=False)
-    target = trained(tokenizer, [text], 0, 64, 2, steps=150, length=128)
+    target = trained(tokenizer, [text], 0, 64, 2, steps=100, length=CONTEXT)
     target.save_pretrained(models / "caller")
     tokenizer.save_pretrained(models / "caller")
     engine = engine_of(bundle_of(models, "calling", "linear:0.1", target="caller"), "caller")
