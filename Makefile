@@ -24,7 +24,7 @@ BESIDE_VLLM = absl-py accelerate attrs beartype contourpy cycler cyclopts datase
 # What divdec and its tests need beside a usual set for research (torch, transformers, accelerate, scipy, pandas, pytest).
 GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defusedxml dill docstring-parser fastapi \
 	httpcore2 httpx2 jiter multiprocess nltk openai opentelemetry-api pycparser pydantic pydantic-core rich-rst rouge-score sniffio \
-	sse-starlette starlette truststore typing-inspection uvicorn
+	llguidance sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
 .PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu sequential compare bench-models real-models soak clean
@@ -93,6 +93,8 @@ test-settings: install
 # With llama.cpp's server, which is built from source: about ten minutes of a core, once; and with what runs the notebook.
 test-slow: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf nbclient ipykernel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt litellm langchain-openai \
+		|| echo "litellm or langchain-openai cannot be installed here: the test of clients skips them"
 	$(PYTEST) -m slow --timeout 3600
 
 # lm-eval on a bundle; it brings 28 packages of its own.

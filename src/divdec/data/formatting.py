@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -120,29 +120,9 @@ def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def encode_prompt(
-    record: Record,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format = Format(),
-    *,
-    end: Literal["reply", "continue", "finished"] = "reply",
-) -> list[int]:
-    """Tokenize the prompt of one record; see `encode_prompts`.
-
-    Args:
-        record: the record.
-        tokenizer: its tokenizer.
-        form: layout of conversations.
-        end: how the prompt ends: with the start of a reply; with the text of the last message, which the reply
-            continues; or with the end of the last turn. The last two need a chat template.
-
-    Raises:
-        UsageError: the chat template refuses the turns, or leaves out a part of the message to continue.
-    """
-    if end == "reply":
-        return encode_prompts([record], tokenizer, form)[0]
-    options = {"add_generation_prompt": False, "continue_final_message": end == "continue"}
-    return _tokens([(_render(record.messages, tokenizer, form, **options), False)], tokenizer)[0]
+def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
+    """Tokenize the prompt of one record; see `encode_prompts`."""
+    return encode_prompts([record], tokenizer, form)[0]
 
 
 def encode_prompts(
