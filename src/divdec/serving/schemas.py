@@ -297,6 +297,8 @@ class ChatMessageParam(RequestBody):
     def _fields_fit_role(self) -> ChatMessageParam:
         if "content" not in self.model_fields_set and self.tool_calls is None:
             raise ValueError("content is required, except in messages with tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is required in messages of role tool")
         for name, value, role in (
             ("tool_calls", self.tool_calls, "assistant"),
             ("tool_call_id", self.tool_call_id, "tool"),

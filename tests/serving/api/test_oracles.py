@@ -273,7 +273,7 @@ PROBES = {
         "response_format",
         response_format,
         "which of two texts is likelier, and by `min_p` the difference",
-        "types text and json_object",
+        "text, and json_object without tools",
     ),
     "logprobs": Probe("logprobs", logprobs, "log-probabilities of the reply", "as the level says"),
     "top_logprobs": Probe("top_logprobs", top_logprobs, "log-probabilities of the reply", "as the level says"),

@@ -173,10 +173,12 @@ def test_levels_below_full_refuse_grammars_of_the_client(served_bundle, level):
     engine.tokenizer.chat_template = TEMPLATE
     policy = LogprobPolicy.parse(level)
     with serving([engine], shutdown_timeout=0.0, logprobs=policy) as url, openai_client(url) as client:
-        for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"response_format": schema}):
+        any_object = {"type": "json_object"}  # with tools
+        fields_with_texts = ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"response_format": schema})
+        for fields in (*fields_with_texts, {"response_format": any_object}):
             with pytest.raises(openai.BadRequestError, match="accepted as") as error:
                 chat(client, **fields)
             assert error.value.code == "logprobs_refused"
             assert error.value.param == next(iter(fields))
-        for fields in ({}, {"tool_choice": "auto"}, {"response_format": {"type": "json_object"}, "tools": []}):
+        for fields in ({}, {"tool_choice": "auto"}, {"response_format": any_object, "tools": []}):
             assert chat(client, max_tokens=2, **fields).choices
