@@ -91,7 +91,7 @@ def test_a_call_cut_off_by_max_tokens_is_no_call(client):
     (choice,) = chat(client, max_tokens=whole.usage.completion_tokens - 8).choices
     assert choice.finish_reason == "length"
     assert not choice.message.tool_calls
-    assert choice.message.content.startswith('I look.{"name": "weather"')
+    assert choice.message.content.startswith('I look.\n{"name": "weather"')
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
