@@ -161,9 +161,9 @@ class SpeculativeRequest:
 
     @staticmethod
     def supports(request: Request) -> bool:
-        """Whether a request can speculate: it asks for no log-probabilities and no seeded samples."""
+        """Whether a request can speculate: it has no grammar and asks for no log-probabilities or seeded samples."""
         params = request.params
-        plain = params.logprobs is None and params.prompt_logprobs is None
+        plain = params.logprobs is None and params.prompt_logprobs is None and params.grammar is None
         return plain and (params.temperature == 0 or params.seed is None) and request.max_tokens > 1
 
     def step(self) -> StepOutput:
