@@ -288,7 +288,7 @@ class CompletionCall:
         """Return a response body or an event."""
         return {
             "id": self.record.id, "object": name, "created": self._created, "model": self.engine.name,
-            "choices": choices, **fields,
+            "system_fingerprint": self.engine.fingerprint, "choices": choices, **fields,
         }  # fmt: skip
 
     def _usage(self) -> Event:

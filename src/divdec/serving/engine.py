@@ -23,7 +23,9 @@ from divdec.decoding.speculative import Speculation, check_cache
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.fail_closed import check_vocabulary, wait_for_checks
+from divdec.model.loading import bundle_identity
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import settings_hash
 from divdec.serving.grammar import GrammarCompiler, GrammarMatcher
 from divdec.serving.request import Request, RequestOutput, SamplingParams
 from divdec.serving.scheduler import Closing, Scheduler, StepOutput
@@ -51,6 +53,7 @@ class Engine:
     Attributes:
         scheduler: the requests, and counts of tokens and forward passes.
         steering: the rule, for people.
+        fingerprint: changes with the bundle's parts and the rule, not with takedown requests.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.max_model_len: int = model.config.max_position_embeddings or MAX_MODEL_LEN
         self.steering = model.rule
+        self.fingerprint = f"fp_{settings_hash([bundle_identity(model.config), model.steering.to_dict()])}"
         self._takedowns = model.takedowns
         self._max_queue = max_queue
         eos: Any = model.generation_config.eos_token_id
