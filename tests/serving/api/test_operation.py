@@ -385,7 +385,7 @@ def test_missing_vllm_error_names_install_command(served_bundle, capsys):
 
 
 def test_replies_say_what_answered_and_metrics_count_what_steering_changed(models, served_bundle):
-    engines = [engine_of(served_bundle), engine_of(bundle_of(models, "plain", "linear:0"), "plain")]
+    engines = [engine_of(served_bundle), engine_of(bundle_of(models, "without effect", "linear:0"), "plain")]
     with serving(engines) as url, httpx.Client(base_url=url) as http:
         cards = {card["id"]: card["system_fingerprint"] for card in http.get("/v1/models").json()["data"]}
         assert len(set(cards.values())) == 2
