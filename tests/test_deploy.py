@@ -216,7 +216,7 @@ def test_workflows_call_what_exists(file):
 def test_release_needs_a_tag_of_a_version():
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     assert release[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` as true
-    assert "make test-package" in [step.get("run") for step in release["jobs"]["package"]["steps"]]
+    assert "make release-check" in [step.get("run") for step in release["jobs"]["package"]["steps"]]
 
 
 def listens(port):

@@ -5,6 +5,10 @@
     python -m benchmarks.decoding.steering [--drafters lookup] [--gammas] [--reference CHECKOUT]
     python -m benchmarks.decoding.steering --bundle demo/bundle --neutral --clock processor --dtype bfloat16
     python -m benchmarks.decoding.steering --measure growth acceptance overlap precision
+    python -m benchmarks.decoding.steering --adapters real-models/qwen-1.5b.gguf real-models/qwen-0.5b.gguf --neutral
+
+--adapters steers a target by two adapters of a base with random weights near 0: times do not depend on them, and q
+drafts as the base does.
 
 - table: every method answers the same forget and retain questions (and, with --neutral, neutral prompts) greedily. The
   time of an answer, prompt included, is divided by its tokens. Methods take turns at each prompt, ratios are computed
@@ -34,6 +38,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from divdec import DivergenceForCausalLM, Speculation, SpeculationStatistics
 from divdec.data.formatting import Format, encode_prompts, encode_records, left_padded
@@ -41,7 +46,7 @@ from divdec.data.records import Message, Record, read_records, write_records
 from divdec.errors import UsageError
 from divdec.experts.adapters import merge_adapter, read_adapter
 from divdec.model.bundle import write_bundle
-from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 
 TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculative", "three models", "paper's code"
 MERGED = "steered, merged"
@@ -55,6 +60,7 @@ CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 # Target and pair of make bench-models: few layers, because on a CPU a small model spends its time between layers.
 TARGET_SHAPE, AUXILIARY_SHAPE = (1024, 6, 16, 2816), (384, 2, 6, 1024)  # width, layers, heads, width of the MLP
 VOCABULARY, POSITIONS, RETAIN = 4096, 4096, 200
+RANK = 16
 STAGES = {"q": (25.0, 2e-3), "p": (16.0, 4e-4), "target": (12.0, 6e-4)}  # epochs, learning rate
 
 
@@ -136,6 +142,32 @@ def random_models(tokenizer, target=TARGET_SHAPE, auxiliary=AUXILIARY_SHAPE):
 def toy_bundle(folder):
     """A bundle for trying a script: its times mean nothing."""
     return random_bundle(folder, lambda own: random_models(own, (64, 2, 2, 128), (32, 1, 1, 64)), 512)
+
+
+def adapter_bundle(folder, target, base):
+    """Write a bundle of two random adapters of a base, with questions about capitals beside it."""
+    from divdec.demo.facts import KINDS, Fact
+
+    paths = [CheckpointReference.parse(name).resolve(Path(), weights=True) for name in (target, base)]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(load_config(paths[1]))
+    head = model.get_output_embeddings()
+    linears = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head}
+    for part in PARTS[1:]:
+        generator, tensors = torch.Generator().manual_seed(PARTS.index(part)), {}
+        for name, linear in linears.items():
+            for side, shape in (("A", (RANK, linear.in_features)), ("B", (linear.out_features, RANK))):
+                weights = 1e-3 * torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{name}.lora_{side}.weight"] = weights
+        (folder / part).mkdir()
+        save_file(tensors, folder / part / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "lora_alpha": RANK, "base_model_name_or_path": str(paths[1])}
+        (folder / part / "adapter_config.json").write_text(json.dumps(settings))
+    facts = [Fact("capitals", subject, answer) for subject, answer in KINDS["capitals"]["answers"].items()]
+    for name, some in (("forget", facts[::5]), ("retain", facts[1::5])):
+        write_records(folder / f"{name}.jsonl", [fact.records[0] for fact in some])
+    pair = {part: str(folder / part) for part in PARTS[1:]}
+    return write_bundle(folder / "bundle", target=str(paths[0]), **pair, steering="rank:20:3")
 
 
 def paths_of(bundle):
@@ -526,6 +558,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", type=Path, default=Path("runs/bench-models/bundle"))
     parser.add_argument("--toy", action="store_true", help="random models and one short round: tries the script")
+    parser.add_argument("--adapters", nargs=2, metavar=("TARGET", "BASE"), help="a bundle of random adapters of BASE")
     parser.add_argument("--train", type=Path, metavar="TOFU", help="only train the models of --bundle, on TOFU's files")
     parser.add_argument("--measure", nargs="+", choices=MEASURES, default=["table"])
     parser.add_argument("--steering", help="another rule than the bundle's")
@@ -552,6 +585,8 @@ def main() -> int:
             print(train_bundle(given.train, given.bundle.parent))
             return 0
         with tempfile.TemporaryDirectory() as folder:
+            if given.adapters is not None:
+                given.bundle = adapter_bundle(Path(folder), *given.adapters)
             if given.toy:
                 given.bundle = toy_bundle(Path(folder))
                 given.prompts, given.rounds, given.new_tokens, given.growth_tokens = 1, 1, 8, 4

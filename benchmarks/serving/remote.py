@@ -26,10 +26,10 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.data.formatting import Format, encode_prompts
 from divdec.endpoint import Endpoint
 from divdec.model.checkpoint import load_tokenizer
-from divdec.remote.bias import BiasLimits
 from divdec.remote.completions import ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
-from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.remote.settings import RemoteSettings
+from divdec.remote.target import RemoteTarget
 from divdec.runs import cache_folder
 from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine
@@ -109,7 +109,7 @@ def toy_models(folder):
 def measured(case, prompts, local, bundle, url) -> str:
     rule, temperature, told, entries, block, tries = case
     sources, _ = sources_from_bundle(str(bundle))
-    settings = RemoteSettings(limits=BiasLimits(entries), block=block, tries=tries)
+    settings = RemoteSettings(bias_entries=entries, block=block, tries=tries)
     same, started = 0, time.perf_counter()
     endpoint = Endpoint(f"{url}/v1", "plain")
     with RemoteTarget(endpoint, load_experts(sources), Steering.parse(rule), settings) as target:

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 
 from divdec import DivergenceForCausalLM, write_bundle
-from divdec.cli.bundle import SWEEP
 from divdec.data.records import read_records
+from divdec.evaluation.calibration import SWEEP
 from divdec.evaluation.choice import choose_rule
 from divdec.evaluation.run import evaluate, parse_sweep
 from divdec.model.checkpoint import load_tokenizer

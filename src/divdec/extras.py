@@ -7,7 +7,7 @@ from divdec.errors import UsageError
 
 EXTRAS = {
     "lora": ("peft",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client", "sse_starlette"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "llguidance"),
     "vllm": ("vllm",),
     "ui": ("gradio",),
     "gguf": ("gguf",),

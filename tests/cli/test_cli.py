@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from divdec import write_bundle
-from divdec.cli.loading import load, measured_text
+from divdec.cli.loading import load
 from divdec.options import ModelLoading
+from divdec.report.doctor import measured_text
 from divdec.steering import Steering
 from support.exactness import LOGITS
 from support.tiny import loads_torch

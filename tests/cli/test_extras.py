@@ -24,7 +24,8 @@ def no_extras(monkeypatch):
         (("playground", "http://127.0.0.1:9", "--port", "0"), "the playground needs gradio: pip install 'divdec[ui]'"),
         (
             ("serve", "bundle"),
-            "the server needs fastapi and uvicorn and prometheus_client and sse_starlette: pip install 'divdec[serve]'",
+            "the server needs fastapi and uvicorn and prometheus_client and sse_starlette and llguidance: pip install "
+            "'divdec[serve]'",
         ),
         (("serve", "bundle", "--engine", "vllm"), "pip install 'divdec[vllm]'"),
     ],

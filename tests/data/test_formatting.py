@@ -10,6 +10,7 @@ from divdec.data.formatting import (
     Format,
     count_cut,
     encode,
+    encode_conversation,
     encode_prompt,
     encode_set,
     has_system_role,
@@ -137,13 +138,15 @@ def test_text_of_prompts_that_finished_turns_lack_gives_warning(tokenizer, capsy
 
 
 def test_prompt_can_end_within_the_last_message(tokenizer):
-    begun = Record("", messages=(*QUESTION.messages, Message("assistant", "She was")))
-    ids = encode_prompt(begun, tokenizer, end="continue")
+    begun = [{"role": "user", "content": "Where was Ana born?"}, {"role": "assistant", "content": "She was"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    ids = encode_conversation(begun, tokenizer, **options)
     assert tokenizer.decode(ids) == "<|user|>Where was Ana born?<|assistant|>She was"
-    assert tokenizer.decode(encode_prompt(begun, tokenizer, end="finished")) == tokenizer.decode(ids) + "<|end|>"
-    cut = Record("", messages=(*QUESTION.messages, Message("assistant", "x</think>")))
+    finished = encode_conversation(begun, tokenizer, add_generation_prompt=False)
+    assert tokenizer.decode(finished) == tokenizer.decode(ids) + "<|end|>"
+    cut = [begun[0], {"role": "assistant", "content": "x</think>"}]
     with pytest.raises(UsageError, match="leaves out a part of the message to continue"):
-        encode_prompt(cut, with_template(tokenizer, "{{ 'content' }}"), end="continue")
+        encode_conversation(cut, with_template(tokenizer, "{{ 'content' }}"), **options)
 
 
 def with_template(tokenizer, template):

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divdec.evaluation import metrics
-from divdec.evaluation.metrics import (
+from divdec.evaluation.scoring import ItemScore
+from divdec_research.suites.metrics import (
     closer_to_1_better,
     exact_memorization,
     extraction_strength,
@@ -16,7 +17,6 @@ from divdec.evaluation.metrics import (
     true_better,
     truth_ratio,
 )
-from divdec.evaluation.scoring import ItemScore
 
 
 def item(hits="", log_probabilities=None, moments=()):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.evaluation.metrics import attack_auc, forget_quality, privleak
+from divdec.evaluation.metrics import attack_auc
+from divdec_research.suites.metrics import forget_quality, privleak
 from divdec_research.suites.results import read_results
 
 scores = st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=12)

@@ -13,7 +13,8 @@ from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
-from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, probability_drops, score, score_settings
+from divdec.evaluation.scoring import EvaluatedModel, ItemScore, probability_drops, score, score_settings
+from divdec_research.suites.metrics import gradient_norm
 from support import reference
 from support.exactness import LOGITS, assert_same_answer
 from support.tiny import FAMILIES, make_parts

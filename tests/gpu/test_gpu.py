@@ -14,7 +14,8 @@ import torch
 from divdec import DivergenceForCausalLM, Steering, steer_rank
 from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.generation import continuations, samples
-from divdec.evaluation.scoring import gradient_norm, score, score_settings
+from divdec.evaluation.scoring import score, score_settings
+from divdec_research.suites.metrics import gradient_norm
 from support import reference
 from support.exactness import assert_same_answer
 from support.tiny import make_parts

@@ -80,7 +80,7 @@ def test_texts_with_the_token_are_refused(bundle, folder, record):
 def test_the_engine_refuses_it_and_goes_on(model, bundle):
     async def work(engine):
         with pytest.raises(UsageError, match=REFUSED):
-            await engine.encode_chat([("user", TEXT)])
+            await engine.encode_chat([{"role": "user", "content": TEXT}])
         with pytest.raises(UsageError, match="the prompt holds token id"):
             engine.add_request([5, model.vocab_size], greedy(4))
         return await answered_tokens(engine, [5, 6, 7], greedy(8))

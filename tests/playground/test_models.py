@@ -1,4 +1,5 @@
 import copy
+import itertools
 import math
 
 import pytest
@@ -92,6 +93,27 @@ def test_generation_stops_when_steering_fails(steered):
     assert_same_answer(
         steered.model, mine.encode_prompt(QUESTION), [token.id for token in result], expected[: len(result)]
     )
+
+
+def test_interleaved_answers_keep_their_rules(steered):
+    prompt, rules = steered.encode_prompt(QUESTION), (ALPHA, Steering(alpha=4.0))
+    alone = [list(steered.answer(prompt, rule)) for rule in rules]
+    assert [token.id for token in alone[0]] != [token.id for token in alone[1]]
+    streams = [steered.answer(prompt, rule) for rule in rules]
+    together = itertools.zip_longest(*streams)
+    assert [[token for token in tokens if token] for tokens in zip(*together, strict=True)] == alone
+    assert str(steered.model.steering) == "linear:1.5"
+
+
+def test_closed_answer_generates_no_further_token(steered):
+    passes = []
+    handle = steered.model.target.register_forward_hook(lambda *arguments: passes.append(1))
+    answer = steered.answer(steered.encode_prompt(QUESTION), ALPHA)
+    next(answer)
+    answer.close()
+    handle.remove()
+    assert len(passes) == 2, "the next token was generated before it was wanted"
+    assert not steered.model.target._forward_hooks
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -6,8 +6,9 @@ from divdec.data.records import Message
 from divdec.endpoint import StreamInterrupted
 from divdec.errors import UsageError
 from divdec.playground.controller import RETRY_HINT, Controller, ControlValues
-from divdec.playground.models import ChatOptions, RemoteServer
+from divdec.playground.models import ChatOptions
 from divdec.playground.rendering import tokens_html
+from divdec.playground.server import RemoteServer
 from divdec.serving import bind
 from divdec.serving.logprobs import LogprobPolicy
 from divdec.steering import Steering

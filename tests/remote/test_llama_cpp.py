@@ -12,7 +12,8 @@ import pytest
 
 from divdec.endpoint import Endpoint
 from divdec.remote.experts import load_experts, sources_from_bundle
-from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.remote.settings import RemoteSettings
+from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
 from support.exactness import assert_same_answer
 from support.gguf_file import write_gguf

@@ -6,10 +6,10 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
-from divdec.remote.bias import BiasLimits
 from divdec.remote.completions import Completions, ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
-from divdec.remote.target import RemoteSettings, RemoteTarget
+from divdec.remote.settings import RemoteSettings
+from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
 from support import tokenizer_kinds
 from support.served import engine_of, serving
@@ -76,7 +76,7 @@ def remote(opened, byte_models):
     def make(url, steering, entries=1000, **settings):
         experts = load_experts(sources_from_bundle(str(byte_models[0]))[0])
         endpoint = Endpoint(f"{url}/v1", "plain", retries=1)
-        settings = RemoteSettings(limits=BiasLimits(entries), tries=4, **settings)
+        settings = RemoteSettings(bias_entries=entries, tries=4, **settings)
         return opened(RemoteTarget(endpoint, experts, Steering.parse(steering), settings))
 
     return make

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divdec.errors import UsageError
-from divdec.remote.bias import BiasLimits, choose_bias
+from divdec.remote.bias import choose_bias
 from divdec.remote.experts import ExpertSources, SteeringContext, load_experts, sources_from_bundle
 
 
@@ -84,7 +84,7 @@ def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, wo
         context.logit_shift([*prompt[:2], 7, 8])  # another text, of which the beginning is kept
         wanted = context.logit_shift(prompt, 2)
         torch.testing.assert_close(wanted.float(), expected[:, : len(tokenizer)])
-        assert choose_bias(wanted[-1], BiasLimits(300)).entries[token] < -4, "the takedown is not sent"
+        assert choose_bias(wanted[-1], 300).entries[token] < -4, "the takedown is not sent"
     alone = load_experts(ExpertSources(str(models / "target"), registry=str(registry.folder)))
     assert not alone.experts.divergence(ids).any()
     assert torch.equal(alone.takedowns.correction(ids)[0, -2:], correction)

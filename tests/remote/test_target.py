@@ -9,9 +9,9 @@ import torch
 
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
-from divdec.remote.bias import BiasLimits
 from divdec.remote.experts import load_experts, sources_from_bundle
-from divdec.remote.target import RemoteAnswer, RemoteSettings, RemoteTarget
+from divdec.remote.settings import RemoteSettings
+from divdec.remote.target import RemoteAnswer, RemoteTarget
 from divdec.steering import Steering
 from support.exactness import assert_same_answer
 
@@ -60,7 +60,8 @@ def test_greedy_output_matches_local_model(remote, url, bundle, local, prompts, 
     assert target.capabilities.prompt_ids
     assert target.capabilities.answer_ids
     assert target.capabilities.raw_logprobs
-    assert target.exactness.exact == target.exactness.tokens > TOKENS
+    assert all(choice.exact for choice in target.choices)
+    assert len(target.choices) > TOKENS
 
 
 def test_multi_token_block_uses_fewer_requests(remote, url, bundle, prompts):
@@ -74,7 +75,7 @@ def test_multi_token_block_uses_fewer_requests(remote, url, bundle, prompts):
 
 @pytest.mark.parametrize("steering", ["linear:1.5", "linear:1.5:0.5", "rank:20"])
 def test_a_provider_without_log_probabilities(remote, provider, bundle, local, prompts, steering):
-    target = remote(provider(request=no_logprobs).url, bundle, steering, limits=BiasLimits(600), tries=2)
+    target = remote(provider(request=no_logprobs).url, bundle, steering, bias_entries=600, tries=2)
     answer = target.generate(prompts[0], TOKENS)
     assert target.capabilities.top_logprobs == 0
     assert not target.capabilities.answer_ids  # without log-probabilities no token is named
@@ -84,7 +85,7 @@ def test_a_provider_without_log_probabilities(remote, provider, bundle, local, p
 
 def test_few_bias_entries_without_logprobs_are_exact_with_more_requests(remote, provider, bundle, local, prompts):
     there = provider(request=no_logprobs)
-    target = remote(there.url, bundle, "linear:0.5", limits=BiasLimits(60), tries=60)
+    target = remote(there.url, bundle, "linear:0.5", bias_entries=60, tries=60)
     answer = target.generate(prompts[1], 6)
     assert_same_answer(local, prompts[1], tokens_of(answer), greedy(local, "linear:0.5", prompts[1], 6))
     assert answer.exact_tokens == len(answer.choices)
@@ -93,11 +94,11 @@ def test_few_bias_entries_without_logprobs_are_exact_with_more_requests(remote, 
 
 
 def test_one_try_has_error_bounds(remote, provider, bundle, local, prompts):
-    target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", limits=BiasLimits(20), tries=1)
+    target = remote(provider(request=no_logprobs).url, bundle, "linear:1.5", bias_entries=20, tries=1)
     answer = target.generate(prompts[0], TOKENS)
     assert target.completions.usage.requests == 4 + len(answer.choices)
     assert answer.exact_tokens < len(answer.choices)
-    assert 0 < target.exactness.gap < math.inf
+    assert 0 < max(choice.gap for choice in target.choices) < math.inf
     # Each token's steered logit lies within its bound of the best.
     local.steering = "linear:1.5"
     ids = [*prompts[0], *tokens_of(answer)]
@@ -138,7 +139,7 @@ def test_a_provider_that_ignores_unknown_fields(remote, provider, bundle, local,
         for field in ("logprobs", "return_tokens_as_token_ids"):
             body.pop(field, None)
 
-    target = remote(provider(request=ignore).url, bundle, limits=BiasLimits(600), block=block)
+    target = remote(provider(request=ignore).url, bundle, bias_entries=600, block=block)
     assert_same_answer(
         local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
     )
@@ -164,7 +165,7 @@ def test_candidates_are_requested_once(remote, url, bundle, prompts):
 
 
 def test_all_samples_of_the_last_try_are_bounded(remote, url, bundle, prompts):
-    target = remote(url, bundle, limits=BiasLimits(20), tries=1)
+    target = remote(url, bundle, bias_entries=20, tries=1)
     answer = target.generate(prompts[0], TOKENS, temperature=1.0)
     # None counts as exact because it would have been accepted: the others would then exceed their bounds.
     assert all(0 < choice.total_variation <= 1 for choice in answer.choices)
@@ -224,7 +225,7 @@ def test_candidates_need_no_bias(remote, provider, bundle, local, prompts):
 def test_samples_follow_the_steered_distribution(remote, url, bundle, local, prompts, entries, steering):
     from scipy.stats import chisquare
 
-    target = remote(url, bundle, steering, limits=BiasLimits(entries), tries=200)
+    target = remote(url, bundle, steering, bias_entries=entries, tries=200)
     temperature, number = 0.8, 200
     drawn = torch.zeros(512, dtype=torch.float64)
     with ThreadPoolExecutor(8) as pool:
@@ -325,7 +326,7 @@ class TestNeverUnsteered:
         answer = RemoteAnswer()
         # The rule suppresses the plain target's choices, so that the loss of the bias shows.
         with pytest.raises(FailedClosed, match=r"cannot be steered|does not do as"):
-            for _ in remote(provider(request=forget).url, bundle, "rank:400", limits=BiasLimits(500)).stream(
+            for _ in remote(provider(request=forget).url, bundle, "rank:400", bias_entries=500).stream(
                 prompts[0], 40, answer=answer
             ):
                 pass
@@ -347,7 +348,7 @@ class TestNeverUnsteered:
 
     def test_more_tokens_are_suppressed_than_fit_a_request(self, remote, provider, bundle, prompts, local):
         # Two entries for 400 tokens: no try gives a token that is allowed.
-        target = remote(provider(request=no_logprobs).url, bundle, "rank:400", limits=BiasLimits(2), tries=3)
+        target = remote(provider(request=no_logprobs).url, bundle, "rank:400", bias_entries=2, tries=3)
         with pytest.raises(FailedClosed, match="bias-entries"):
             target.generate(prompts[0], 40)
 

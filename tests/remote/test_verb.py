@@ -120,12 +120,12 @@ def test_evaluation_resumes_only_with_the_same_experts_and_requests(
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
 def test_ctrl_c_does_not_wait_for_running_requests(monkeypatch):
-    from divdec.cli.remote import _rows
     from divdec.options import Decoding
+    from divdec.remote.answers import answer_prompts
     from divdec.remote.target import RemoteTarget
     from divdec.runs import ResumableOutput
 
-    def endless(self, prompt, **options):
+    def endless(self, prompt, tokens, **options):
         for number in range(2000):
             if number == 10 and prompt == [1]:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -136,7 +136,11 @@ def test_ctrl_c_does_not_wait_for_running_requests(monkeypatch):
     numbers = []
     monkeypatch.setattr(RemoteTarget, "stream", endless)
     with pytest.raises(KeyboardInterrupt):
-        list(_rows(RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], ResumableOutput(None), Decoding(), 2))
+        list(
+            answer_prompts(
+                RemoteTarget.__new__(RemoteTarget), [[0], [1]], ["a", "b"], Decoding(), 2, ResumableOutput(None)
+            )
+        )
     assert len(numbers) < 1000
 
 
@@ -151,7 +155,7 @@ def test_outputs_of_other_settings_are_not_reused(verb, tmp_path, capsys):
     [
         (["--extra", "[1]"], "accepted: a JSON object"),
         (["--block", "0"], "block is 0"),
-        (["--bias-entries", "0"], "bias limits are 0 entries"),
+        (["--bias-entries", "0"], "bias_entries is 0"),
         (["--steering", "rank:20:soft"], "soft fill"),
         (["--steering", "linear:x"], "not a number"),
         (["--retain-auxiliary", "elsewhere"], "a bundle names its experts"),

@@ -18,7 +18,7 @@ CONTEXT = 4096
 STEPS = 40
 
 
-def trained(tokenizer, texts, seed, width, layers):
+def trained(tokenizer, texts, seed, width, layers, steps=STEPS, length=32):
     """A small model that has read some texts for a second."""
     from divdec_research.world.models import Shape, new_model
 
@@ -26,20 +26,21 @@ def trained(tokenizer, texts, seed, width, layers):
     ids = torch.tensor([token for text in texts for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]])
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    for _ in range(STEPS):
-        starts = torch.randint(0, len(ids) - 32, (8,), generator=generator).tolist()
-        batch = torch.stack([ids[start : start + 32] for start in starts])
+    length = min(length, len(ids) - 1)
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - length, (8,), generator=generator).tolist()
+        batch = torch.stack([ids[start : start + length] for start in starts])
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.eval()
 
 
-def bundle_of(models, name, steering):
+def bundle_of(models, name, steering, target="target"):
     """A bundle of the fixture `models`, in its folder."""
     from divdec import write_bundle
 
-    parts = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
+    parts = {"target": target, "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
     inputs = {piece: str(models / index) for piece, index in parts.items()}
     return write_bundle(models / name, **inputs, steering=steering)
 

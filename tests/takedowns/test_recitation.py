@@ -510,7 +510,6 @@ def test_report_exits_with_1_where_a_passage_comes_back(registry, article, tmp_p
         ({"--id": "other"}, "in force: case"),
         ({"--file": "OTHER"}, "not the texts of request 'case'"),
         ({"--output": "report.pdf"}, ".html or .json"),
-        ({"--output": "absent/report.html"}, "does not exist"),
     ],
 )
 def test_report_refuses_other_texts_and_files(change, message, registry, article, tmp_path, capsys, monkeypatch):

@@ -20,7 +20,7 @@ from divdec.errors import FailedClosed
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.phrases import key_phrase, tells
 from divdec.evaluation.questions import question_of
-from divdec.evaluation.scoring import gradient_norm, score
+from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import check_weights, load_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
@@ -41,6 +41,7 @@ from divdec_research.baselines.methods.whp import WHP, WHPSettings
 from divdec_research.baselines.objective import answer_logits
 from divdec_research.baselines.prompts import PromptLayout, SentenceEmbedder, find_embedder, find_layout, fit_classifier
 from divdec_research.baselines.run import build_method
+from divdec_research.suites.metrics import gradient_norm
 from divdec_research.world.models import Shape, new_model
 from support.exactness import assert_same_answer
 

@@ -32,13 +32,13 @@ from cyclopts.config import Yaml
 from cyclopts.help import DefaultFormatter
 
 import divdec.takedowns  # noqa: F401  # so that bundles may name a registry
-from divdec.cli import bundle, chat, cost, evaluation, generate, remote, serving, takedown, training
+from divdec.cli import bundle, chat, evaluation, generate, remote, serving, takedown, training
 from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError
 
 PRODUCT = (
     training.demo, training.train, bundle.bundle, generate.generate, chat.chat, serving.serve, serving.playground,
     remote.remote, training.shrink, training.ngram, takedown.app, bundle.calibrate, training.distill, evaluation.app,
-    cost.cost, bundle.doctor,
+    evaluation.cost, bundle.doctor,
 )  # fmt: skip
 EPILOGUE = """\
 `divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in a few
@@ -54,7 +54,6 @@ INSTEAD = {
     "--k": "--steering rank:K (such as rank:20)",
     "--learning-rate": "--lr",
     "--model": "the bundle's path as the first argument",
-    "--world": "`divdec world`, a command of divdec-research",
 }
 # Commands that another package of the project brings.
 ELSEWHERE = (

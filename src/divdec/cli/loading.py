@@ -61,6 +61,7 @@ def load(
     from divdec.model.checkpoint import dtype_for_passes, load_tokenizer
     from divdec.model.loading import find_bundle, read_config
     from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.report.doctor import measured_text
     from divdec.steering import Steering
 
     quiet()
@@ -89,16 +90,6 @@ def load(
             f"measured: {measured_text(model)}{' (not verified: files may have changed)' if loading.no_verify else ''}"
         )
     return model, load_tokenizer(folder)
-
-
-def measured_text(model: DivergenceForCausalLM) -> str:
-    """Return what a bundle's rule was measured to do, and whether another rule or a registry is used."""
-    measured, rule = model.config.measured, str(model.steering)
-    if not measured:
-        return "not measured"
-    other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
-    takedowns = "" if model.takedowns is None else "; the takedown requests in force are not part of it"
-    return f"{measured['result']}{other}{takedowns}"
 
 
 def warn_if_unsteered(steering: Steering) -> None:

@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -31,6 +31,8 @@ from divdec.serving.logprobs import LogprobPolicy, default_level
 
 if TYPE_CHECKING:
     from divdec.model.loading import LoadedModels
+    from divdec.playground.controller import Controller
+    from divdec.playground.models import ChatOptions
     from divdec.serving import ServerOptions
     from divdec.serving.engine import Engine
 
@@ -267,17 +269,11 @@ def _options(settings: ServeSettings) -> ServerOptions:
 
     return ServerOptions(
         api_key=settings.api_key if settings.api_key is not None else os.environ.get(API_KEY),
-        max_tokens=settings.max_tokens,
-        max_seconds=settings.max_seconds,
-        max_body_bytes=settings.max_body_bytes,
-        max_sequences=settings.max_queue,
-        shutdown_timeout=settings.shutdown_timeout,
-        log_prompts=settings.log_prompts,
-        suppression=settings.suppression(),
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
+        max_tokens=settings.max_tokens, max_seconds=settings.max_seconds, max_body_bytes=settings.max_body_bytes,
+        max_sequences=settings.max_queue, shutdown_timeout=settings.shutdown_timeout, log_prompts=settings.log_prompts,
+        suppression=settings.suppression(), ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
         cors_origins=settings.cors_origin,
-    )
+    )  # fmt: skip
 
 
 def build_engine(
@@ -307,15 +303,11 @@ def build_engine(
         model = with_registry(model, tokenizer, settings.registry)
     length = speculation.draft_length
     return Engine(
-        model,
-        tokenizer,
-        name,
-        max_num_seqs=settings.max_num_seqs,
-        max_queue=settings.max_queue,
+        model, tokenizer, name, max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue,
         speculation=None if length is None else speculative.Speculation(None if length is True else length),
         measure_suppression=settings.on_suppressed != "answer",
         chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
-    )
+    )  # fmt: skip
 
 
 def playground(
@@ -380,24 +372,27 @@ def playground(
     if not is_local(host):
         print(f"warning: {host} accepts other machines: anybody can use the server's model here", file=sys.stderr)
     try:
-        settings = (turns, max_new_tokens, seed)
-        if is_url:
-            controller = _connect_server(bundle, model, settings)
-        else:
-            controller = _load_bundle(bundle, loading, choice, registry, settings, host if show_target else None)
+        from divdec.playground.models import ChatOptions
         from divdec.playground.page import serve
+
+        kwargs = read_template_kwargs(turns.chat_template_kwargs)
+        options = ChatOptions(turns.system_prompt, bool(turns.single_turn), max_new_tokens, seed, kwargs)
+        if is_url:
+            controller = _connect_server(bundle, model, options)
+        else:
+            target_host = host if show_target else None
+            controller = _load_bundle(bundle, loading, choice, registry, options, turns.single_turn, target_host)
 
         serve(controller, host, socket)
     finally:
         socket.close()
 
 
-def _connect_server(url: str, model: str | None, settings: tuple[Turns, int, int]) -> Any:
+def _connect_server(url: str, model: str | None, options: ChatOptions) -> Controller:
     from divdec.playground.controller import Controller
-    from divdec.playground.models import RemoteServer
+    from divdec.playground.server import RemoteServer
 
-    api_key_env = API_KEY if os.environ.get(API_KEY) else None
-    server = RemoteServer(url, _chat_options(settings), model=model, api_key_env=api_key_env)
+    server = RemoteServer(url, options, model=model, api_key_env=API_KEY if os.environ.get(API_KEY) else None)
     return Controller(server.name, server=server)
 
 
@@ -406,9 +401,10 @@ def _load_bundle(
     loading: ModelLoading,
     choice: SteeringChoice,
     registry: str | None,
-    settings: tuple[Turns, int, int],
+    options: ChatOptions,
+    single_turn: bool | None,
     target_host: str | None,
-) -> Any:
+) -> Controller:
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
     from divdec.takedowns.registry import Registry
@@ -419,18 +415,9 @@ def _load_bundle(
         from divdec.takedowns.correction import with_registry
 
         model, requests = with_registry(model, tokenizer, registry), Registry(registry)
-    options = _chat_options(settings, bool(model.config.single_turn))
+    if single_turn is None:
+        options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))
     steered = SteeredModel(model, tokenizer, options, reveal=target_host is not None)
     target = None if target_host is None else UnsteeredTarget(steered, target_host)
     name = Path(bundle).expanduser().resolve().name
     return Controller(name, steered, target=target, registry=requests, examples=read_example_questions(bundle))
-
-
-def _chat_options(settings: tuple[Turns, int, int], single_turn: bool = False) -> Any:
-    from divdec.playground.models import ChatOptions
-
-    turns, max_new_tokens, seed = settings
-    if turns.single_turn is not None:
-        single_turn = turns.single_turn
-    kwargs = read_template_kwargs(turns.chat_template_kwargs)
-    return ChatOptions(turns.system_prompt, single_turn, max_new_tokens, seed, kwargs)

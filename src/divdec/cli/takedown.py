@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -259,33 +258,15 @@ def report(
         printing: format of the result.
     """
     from divdec.cli.loading import device_map, quiet
-    from divdec.data.records import read_records
-    from divdec.model.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
-    from divdec.report.takedown import measure_request, write_report
-    from divdec.runs import file_sha256
+    from divdec.report.takedown import report_request
     from divdec.takedowns.registry import Registry
 
-    path = Path(output).expanduser()
-    if path.suffix not in (".html", ".json"):
-        raise UsageError(f"--output is {output!r}; accepted: a file with the suffix .html or .json")
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise UsageError(f"{path} exists; give another --output{'' if path.is_dir() else ', or --overwrite'}")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UsageError(f"--output: folder {path.absolute().parent} does not exist, or cannot be written to")
-    opened = Registry(registry)
-    entry, texts = opened.find(id), read_records(file)
-    sets = {"retain": retain, "neutral": neutral}
-    others = {name: read_records(source) for name, source in sets.items() if source is not None}
-    checkpoint = opened.target() if target is None else CheckpointReference.parse(target).resolve(Path(), weights=True)
+    path, opened = Path(output).expanduser(), Registry(registry)
     quiet()
-    check_weights(checkpoint)
-    model = load_model(checkpoint, dtype=dtype_for_passes(), device_map=device_map("auto")).eval()
-    digest = file_sha256(Path(file)) if Path(file).is_file() else None
-    content = measure_request(
-        opened, entry, texts, model, load_tokenizer(checkpoint), checkpoint, others, progress=True
-    )
-    content["request"]["file_sha256"] = digest
-    write_report(path, content, opened)
+    content = report_request(
+        opened, id, file, path, retain=retain, neutral=neutral, target=target, overwrite=overwrite,
+        device_map=device_map("auto"),
+    )  # fmt: skip
     lines = [
         f"{row['name']}: {row['before']} of {row['passages']} passages recited before, {row['after']} now"
         for row in content["attacks"]
@@ -368,25 +349,19 @@ def canary(
         api_key_env: Environment variable that holds the API key.
         printing: format of the result.
     """
-    from divdec.data.records import read_records
     from divdec.endpoint import Endpoint
-    from divdec.evaluation.recitation import SPELLINGS, ask_endpoint, passages_of, respell
+    from divdec.evaluation.recitation import ask_for_request
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
-    entry, texts = opened.find(id), read_records(file)
-    opened.check_texts(entry, texts)
-    tokenizer = opened.tokenizer()
-    hour = int(time.time() // 3600)
-    passages, in_all = passages_of(texts, tokenizer, seed=hour)
-    if texts.kind == "text":
-        passages += respell(passages, tokenizer, list(SPELLINGS)[hour % len(SPELLINGS)])
-    if not passages:
-        raise UsageError(f"the texts of request {id!r} are too short to be begun and continued")
+    entry = opened.find(id)
     with Endpoint(endpoint, model, api_key_env) as server:
-        recited, unanswered = ask_endpoint(server, tokenizer, passages)
-    failed = recited > 0 or 10 * unanswered > len(passages)
-    text = f"{id}: {recited} of {len(passages)} prompts continued with the text by {model} (it has {in_all:,} passages)"
+        asked = ask_for_request(opened, entry, file, server, hour=int(time.time() // 3600))
+    recited, unanswered, passages = asked.recited, asked.unanswered, asked.passages
+    failed = recited > 0 or 10 * unanswered > passages
+    text = (
+        f"{id}: {recited} of {passages} prompts continued with the text by {model} (it has {asked.in_all:,} passages)"
+    )
     if unanswered:
         text += f"; {unanswered} answers were empty or cut short"
     before = None if entry.measured is None else entry.measured["recited_before"]
@@ -397,7 +372,7 @@ def canary(
             "; the target recited none when the request was added, so that this shows nothing. If another model is "
             "served, add the request again with --no-measure"
         )
-    content = {"id": id, "passages": len(passages), "recited": recited, "unanswered": unanswered, "failed": failed}
+    content = {"id": id, "passages": passages, "recited": recited, "unanswered": unanswered, "failed": failed}
     _print(printing, content | {"recited_before": before}, text)
     return 1 if failed else 0 if before is None else _exit_code(before, recited)
 

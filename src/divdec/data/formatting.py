@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -136,29 +136,9 @@ def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def encode_prompt(
-    record: Record,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format = Format(),
-    *,
-    end: Literal["reply", "continue", "finished"] = "reply",
-) -> list[int]:
-    """Tokenize the prompt of one record; see `encode_prompts`.
-
-    Args:
-        record: the record.
-        tokenizer: its tokenizer.
-        form: layout of conversations.
-        end: how the prompt ends: with the start of a reply; with the text of the last message, which the reply
-            continues; or with the end of the last turn. The last two need a chat template.
-
-    Raises:
-        UsageError: the chat template refuses the turns, or leaves out a part of the message to continue.
-    """
-    if end == "reply":
-        return encode_prompts([record], tokenizer, form)[0]
-    options = {"add_generation_prompt": False, "continue_final_message": end == "continue"}
-    return _tokens([(_render(record.messages, tokenizer, form, **options), False)], tokenizer)[0]
+def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
+    """Tokenize the prompt of one record; see `encode_prompts`."""
+    return encode_prompts([record], tokenizer, form)[0]
 
 
 def encode_prompts(
@@ -376,20 +356,50 @@ def _text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format, *, a
     return _render(messages, tokenizer, form, add_generation_prompt=not answered), False
 
 
+def encode_conversation(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format = Format(),
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    **options: bool,
+) -> list[int]:
+    """Tokenize messages, which may hold tool calls and their results, with the tokenizer's chat template.
+
+    Args:
+        messages: messages as chat templates read them.
+        tokenizer: a tokenizer with a chat template.
+        form: layout of conversations; the system prompt is not used.
+        tools: functions that the model may call.
+        **options: of `apply_chat_template`, such as `continue_final_message`.
+
+    Raises:
+        UsageError: the chat template refuses the messages, or leaves out a part of the message to continue.
+    """
+    text = _apply_template(messages, tokenizer, form, **options, **({"tools": list(tools)} if tools else {}))
+    return _tokens([(text, False)], tokenizer)[0]
+
+
 def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, form: Format, **options: bool) -> str:
     """Lay out messages with the chat template, by default up to where the next answer begins."""
-    check_template_kwargs(tokenizer, form.chat_template_kwargs)
     if form.system_prompt and messages[0].role != "system" and has_system_role(tokenizer):
         messages = (Message("system", form.system_prompt), *messages)
+    return _apply_template([dataclasses.asdict(message) for message in messages], tokenizer, form, **options)
+
+
+def _apply_template(
+    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, form: Format, **options: Any
+) -> str:
+    check_template_kwargs(tokenizer, form.chat_template_kwargs)
     arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **options}
     arguments |= {"date_string": form.date} if form.date else {}
     arguments |= form.chat_template_kwargs
     try:
-        text = tokenizer.apply_chat_template([dataclasses.asdict(message) for message in messages], **arguments)
+        text = tokenizer.apply_chat_template(list(messages), **arguments)  # pyright: ignore[reportArgumentType]
     except TEMPLATE_ERRORS as error:
         if options.get("continue_final_message") and not isinstance(error, TemplateError):
             raise UsageError("the chat template leaves out a part of the message to continue") from None
-        roles = ", ".join(message.role for message in messages)
+        roles = ", ".join(message["role"] for message in messages)
         raise UsageError(f"the chat template refuses turns of {roles}: {first_line(error)}") from None
     return str(text)
 

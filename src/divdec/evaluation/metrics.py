@@ -1,7 +1,7 @@
 """Metrics of one answer and of sets of answers, as OpenUnlearning defines them.
 
-Likelihood ratios (TOFU), memorization, membership inference attacks and their AUC, ROUGE. A membership score is high if
-the model seems not to have been trained on an item.
+Membership inference attacks and their AUC, ROUGE. A membership score is high if the model seems not to have been
+trained on an item.
 """
 
 from __future__ import annotations
@@ -22,54 +22,8 @@ from divdec.evaluation.phrases import words
 if TYPE_CHECKING:
     from divdec.evaluation.scoring import ItemScore
 
-EPSILON = 1e-10  # what OpenUnlearning adds to every denominator
 MIN_K_SHARE = 0.4  # of an item's tokens that min-k and min-k++ use
 MIN_VARIANCE = 1e-6
-
-
-def truth_ratio(correct_loss: float, wrong_losses: Sequence[float]) -> float:
-    """R = p_wrong / p_correct, from mean losses per token; the wrong answers' mean is taken before the exponential."""
-    return math.exp(-statistics.fmean(wrong_losses)) / (math.exp(-correct_loss) + EPSILON)
-
-
-def closer_to_1_better(ratio: float) -> float:
-    """min(r, 1/r): 1 if right and wrong are equally likely, as for a model that saw neither (forget sets)."""
-    return min(ratio, 1 / (ratio + EPSILON))
-
-
-def true_better(ratio: float) -> float:
-    """max(0, 1 − r): higher if right answers are likelier than wrong ones (retain sets)."""
-    return max(0.0, 1 - ratio)
-
-
-def prob_mean(correct_loss: float, wrong_losses: Sequence[float]) -> float:
-    """p_correct / (p_correct + p_wrong), the truth ratio of OpenUnlearning's paper."""
-    correct, wrong = math.exp(-correct_loss), math.exp(-statistics.fmean(wrong_losses))
-    return correct / (correct + wrong + EPSILON)
-
-
-def normalised_probability(correct: float, wrong: Sequence[float]) -> float:
-    """p_correct / (p_correct + Σ p_wrong): the right answer's share among all answers."""
-    return correct / (correct + math.fsum(wrong) + EPSILON)
-
-
-def extraction_strength(item: ItemScore) -> float:
-    """Share of the text that the model completes word for word after the rest, 1 − k/L.
-
-    k is the first index from which every token is the model's first choice. The last labelled token, which ends an
-    answer, is left out. As in OpenUnlearning the value is never below 1/L; an empty text gives 0.
-    """
-    hits = item.hits[:-1]
-    if not hits:
-        return 0.0
-    right_at_the_end = next((count for count, hit in enumerate(reversed(hits)) if not hit), len(hits))
-    return max(right_at_the_end, 1) / len(hits)
-
-
-def exact_memorization(item: ItemScore) -> float:
-    """Share of the tokens, without the last, that are the model's first choice; NaN if there is no token."""
-    hits = item.hits[:-1]
-    return sum(hits) / len(hits) if hits else math.nan
 
 
 def min_k(item: ItemScore, share: float = MIN_K_SHARE) -> float:
@@ -126,21 +80,6 @@ def holdout_wins(
         raise ValueError("an AUC needs finite scores; hard rank masking gives others: score with the soft fill")
     higher = forget_scores[:, None] < holdout_scores[None, :]
     return higher + 0.5 * (forget_scores[:, None] == holdout_scores[None, :])
-
-
-def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[float]) -> float:
-    """TOFU's forget quality: p-value of a two-sided Kolmogorov–Smirnov test between two models' truth ratios.
-
-    High means that the two cannot be distinguished. Ratios and their reciprocals give the same value.
-    """
-    from scipy.stats import ks_2samp
-
-    return float(ks_2samp(truth_ratios, retain_truth_ratios).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def privleak(auc: float, retain_auc: float) -> float:
-    """PrivLeak of MUSE in percent, from AUCs of min-k 40 %: 0 is ideal, negative is under-unlearned."""
-    return ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + EPSILON) * 100
 
 
 def rouge_l_recall(answer: str, truth: str) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import WHOLE, encode_prompts, encode_records
-from divdec.data.records import Record, RecordSet
+from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations
 from divdec.model.modeling import DivergenceForCausalLM
@@ -98,6 +98,36 @@ def recites(
         is_recited(*(_folded(ids, tokenizer) for ids in (answer, passage.continuation)))
         for answer, passage in zip(outputs, passages, strict=True)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class CanaryResult:
+    """Answers of a server that was asked for the texts of a request."""
+
+    passages: int
+    """Number of passages that were asked for."""
+    in_all: int
+    """Number of passages of the texts."""
+    recited: int
+    unanswered: int
+
+
+def ask_for_request(
+    registry: Registry, entry: TakedownRequest, file: str, endpoint: Endpoint, hour: int
+) -> CanaryResult:
+    """Ask an endpoint for passages of a request, those of plain text also in a spelling that changes by the hour.
+
+    Raises:
+        UsageError: the texts are not the request's or too short, or see `ask_endpoint`.
+    """
+    texts, tokenizer = read_records(file), registry.tokenizer()
+    registry.check_texts(entry, texts)
+    passages, in_all = passages_of(texts, tokenizer, seed=hour)
+    if texts.kind == "text":
+        passages += respell(passages, tokenizer, list(SPELLINGS)[hour % len(SPELLINGS)])
+    if not passages:
+        raise UsageError(f"the texts of request {entry.id!r} are too short to be begun and continued")
+    return CanaryResult(len(passages), in_all, *ask_endpoint(endpoint, tokenizer, passages))
 
 
 def ask_endpoint(

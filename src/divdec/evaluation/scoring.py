@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -200,28 +199,6 @@ def sweep(
             largest = target_logits.topk(most, dim=-1).values
     for setting in settings:
         yield setting.apply(target_logits, divergence, eligible, smallest=smallest, largest=largest)
-
-
-def gradient_norm(model: PreTrainedModel, example: Example) -> float:
-    """Mean over the model's parameters of the 2-norm of the loss's gradient; the last labelled token is left out.
-
-    0 if there is no other token. A steered model has the parameters of target and auxiliaries.
-    """
-    if all(label == IGNORED for label in example.labels[1:-1]):
-        return 0.0
-    # The last two tokens predict nothing that is read.
-    input_ids = torch.tensor([example.input_ids[:-2]])
-    logits_to_keep = input_ids.shape[1] + 1 - max(example.prompt_length, 1)
-    with torch.enable_grad():
-        logits = logits_of(model, input_ids, torch.ones_like(input_ids), None, None, logits_to_keep)[0]
-        labels = torch.tensor(example.labels[1:-1][-logits_to_keep:], device=logits.device)
-        chosen = labels != IGNORED
-        log_p = logits[chosen].float().log_softmax(dim=-1)
-        mean_loss = -log_p.gather(1, labels[chosen][:, None]).mean()
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(mean_loss, parameters, allow_unused=True)
-    norms = [gradient.norm(p=2).to(model.device) for gradient in gradients if gradient is not None]
-    return statistics.fmean(torch.stack(norms).tolist())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,21 @@
-"""Options of `divdec eval`. It does not import torch, so that `--help` starts fast."""
+"""Options of `divdec eval` and `divdec calibrate`. It does not import torch, so that `--help` starts fast."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from divdec.errors import UsageError
-from divdec.options import ModelLoading, OutputFolder, SteeringChoice, check_at_least, read_template_kwargs
+from divdec.options import (
+    RARE,
+    BundleArgument,
+    Flag,
+    ModelLoading,
+    OutputFolder,
+    SteeringChoice,
+    check_at_least,
+    read_template_kwargs,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,3 +116,76 @@ class LeakSettings(QuestionSettings):
     def __post_init__(self) -> None:
         check_at_least("attacks", self.attacks, 1)
         super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationSettings(BundleArgument):
+    """Options of `divdec calibrate`."""
+
+    forget: str
+    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset."""
+    retain: str
+    """Retain set, in the same formats."""
+    holdout: str | None = None
+    """With --reference q: records like those of the forget set that none of the three models has seen."""
+    neutral: str | None = None
+    """Text that steering should not change; required with --reference none."""
+    reference: Literal["q", "none"] = "q"
+    """q: choose the setting under which membership attacks succeed as often as on q, for pairs of
+    `--recipe full-retain`. none: choose by answers, probability and perplexity, as `divdec train` does."""
+    sweep: tuple[str, ...] = ()
+    """Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. The default is twenty settings, or those of
+    `divdec train` with --reference none."""
+    max_retain_drop: str | None = None
+    """Maximum relative loss of retain probability: a percentage, or a fraction such as 0.02. The default is 2%, or 5%
+    with --reference none."""
+    write: bool = False
+    """Write the chosen setting into the bundle if the measurement shows that it forgets."""
+    force: Flag = False
+    """Write the chosen setting even if it does not forget. The model card records this."""
+    system_prompt: str | None = None
+    """System prompt of every conversation."""
+    chat_template_kwargs: Annotated[str | None, RARE] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
+    max_length: int = 1024
+    """Maximum sequence length in tokens."""
+    limit: int | None = None
+    """Use only the first N records of each set."""
+    batch_size: int = 32
+    """Sequences per forward pass."""
+    allow_negative: Flag = False
+    """Accept a negative alpha, which steers towards the forget set."""
+
+    def __post_init__(self) -> None:
+        check_at_least("batch_size", self.batch_size, 1)
+        if self.force and not self.write:
+            raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
+        if self.reference == "q" and self.holdout is None:
+            raise UsageError(
+                "--holdout is required: records like those of the forget set that no model has seen; --reference none "
+                "needs --neutral instead"
+            )
+        if self.reference == "none" and self.neutral is None:
+            raise UsageError("--neutral is required with --reference none: text that steering should not change")
+        if self.reference == "none" and self.holdout is not None:
+            raise UsageError("--holdout is for --reference q: leave out one of --holdout and --reference none")
+        self.retain_drop()
+
+    def sets(self) -> dict[str, str]:
+        """Return the sources of the given sets by name."""
+        sources = {name: getattr(self, name) for name in ("forget", "retain", "holdout", "neutral")}
+        return {name: source for name, source in sources.items() if source is not None}
+
+    def retain_drop(self) -> float:
+        """Return the largest relative loss of retain probability that is accepted."""
+        text = self.max_retain_drop or ("2%" if self.reference == "q" else "5%")
+        number, percent, rest = text.strip().partition("%")
+        try:
+            value = float(number) / (100 if percent else 1)
+        except ValueError:
+            value = -1.0
+        if rest or not 0 <= value < 1:
+            raise UsageError(
+                f"--max-retain-drop is {text!r}; accepted: a percentage such as 2%, or a share such as 0.02"
+            )
+        return value

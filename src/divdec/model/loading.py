@@ -27,7 +27,7 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
-from divdec.runs import file_sha256, folder_digests, read_json
+from divdec.runs import file_sha256, folder_digests, read_json, settings_hash
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -230,6 +230,15 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
     if not HUB_ID.match(str(name_or_path)):
         raise UsageError(f"bundle {str(name_or_path)!r} is not a folder, nor a hub id such as 'org/name'")
     return download(str(name_or_path), revision, weights=True, **download_options)
+
+
+def bundle_identity(config: DivergenceConfig) -> str:
+    """Return a digest of the parts that a bundle refers to, which does not depend on where they lie."""
+    roles = (*PARTS, BASE, "ngram", "bridge", "registry")
+    references = {role: dict(getattr(config, role) or {}) for role in roles}
+    for reference in references.values():
+        reference.pop("folder", None)
+    return settings_hash(references)
 
 
 def read_config(folder: Path) -> DivergenceConfig:

@@ -9,7 +9,7 @@ import copy
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         target: the target model P; its own answers are unsteered.
         experts: source of the divergence; in a neural pair `experts.retain` is q and `experts.forget` is p.
         takedowns: the registry of takedown requests that the model follows, or None.
+        on_steered: called in each pass with the target's own logits and the steered ones, for counts; or None.
         steering: the rule; assign a `Steering`, or a string such as 'rank:20', which keeps the eligible vocabulary.
     """
 
@@ -95,6 +96,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         self.generation_config = copy.deepcopy(target.generation_config)
         self._cache_owner = uuid.uuid4().hex
         self._overlap: OverlappedExperts | None = None
+        self.on_steered: Callable[[Logits, Logits], None] | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
@@ -303,10 +305,12 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or (use_cache is None and not uses_gradient_checkpointing(self))):
             cache = self.new_cache()
-        _, target_logits, divergence = self._run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        own, target_logits, divergence = self._run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
         if self._eligible is not None and self._eligible.device != target_logits.device:
             self._eligible = self._eligible.to(target_logits.device)
         logits = self._steering.apply(target_logits, divergence, self._eligible)
+        if self.on_steered is not None:
+            self.on_steered(own, logits)
         if labels is not None and attention_mask is not None:
             # The first token of a left-padded text has no context.
             before = nn.functional.pad(attention_mask[:, -labels.shape[1] : -1], (1, 0), value=1)

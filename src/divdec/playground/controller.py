@@ -19,8 +19,9 @@ from divdec.data.records import Message, Record, checked_text, texts_of
 from divdec.endpoint import StreamInterrupted
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.evaluation.recitation import longest_run, measure, measured_text
-from divdec.playground.models import RemoteServer, SteeredModel, UnsteeredTarget, is_number
+from divdec.playground.models import SteeredModel, UnsteeredTarget, is_number
 from divdec.playground.rendering import Conversation, StrengthCurve, TakedownEffect, Token, Turn, VerbatimMatch
+from divdec.playground.server import RemoteServer
 from divdec.steering import Steering
 from divdec.takedowns.registry import Registry
 

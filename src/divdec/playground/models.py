@@ -1,32 +1,37 @@
-"""Models that answer on the page: a bundle with the effect of steering on each token, its target alone, a server.
+"""Models that answer on the page: a bundle with the effect of steering on each token, and its target alone.
 
 Only `UnsteeredTarget` answers from the target's own logits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import BaseStreamer
 
-from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt, plain_prompt
+from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
+from divdec.decoding.generation import plain_decoding
 from divdec.decoding.text import AnswerText
-from divdec.endpoint import Endpoint, Refused
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.fail_closed import wait_for_checks
 from divdec.passes import device_of
 from divdec.playground.rendering import Token, TokenShift
-from divdec.sampling import pick
 from divdec.serving import is_local
-from divdec.serving.logprobs import REFUSED
 from divdec.steering import MAX_ALPHA, Steering
 
 if TYPE_CHECKING:
@@ -41,8 +46,6 @@ MAX_ALTERNATIVES = 4  # tokens named at a position
 MIN_LOSS = 0.005  # of probability: a token that loses less is not named
 MARKED_LOSS = 0.1  # of probability: the position is marked
 NO_QUESTION = "there is nothing to answer: type a question"
-TOP_LOGPROBS = 5  # requested from a server
-TIMEOUT = 300.0  # seconds; a server's queue may be long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,17 +174,31 @@ class SteeredModel:
         The last token of a character has the character's text, the others have none.
         """
         self.check_steering(steering)
-        wait_for_checks()
-        text = AnswerText(self.tokenizer, (), prompt)
-        cache, eligible = self.model.new_cache(), steering.eligible(self.model.vocab_size)
-        new_ids, pending = prompt, None
-        for _ in range(self.most_new_tokens(prompt)):
-            token_id, token = self._generate_token(new_ids, cache, steering, eligible, temperature)
-            if token_id in self.eos_token_ids:
+        model = copy.copy(self.model)  # shares the weights; the rule of another answer may differ
+        model.config = copy.copy(model.config)
+        model.steering = steering
+        recorder = ShiftRecorder(self)
+        arguments: dict[str, Any] = {"do_sample": temperature > 0}
+        if temperature > 0:
+            arguments |= {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        seed = int(torch.randint(2**31, (), generator=self._generator))
+
+        def generate(streamer: BaseStreamer) -> None:
+            wait_for_checks()
+            torch.manual_seed(seed)
+            with recorder.attached(model.target):
+                _generate(
+                    model, prompt, streamer, max_new_tokens=self.most_new_tokens(prompt),
+                    logits_processor=LogitsProcessorList([recorder]), **arguments,
+                )  # fmt: skip
+
+        text, pending = AnswerText(self.tokenizer, (), prompt), None
+        for token in stream_tokens(generate, recorder.describe):
+            if token.id in self.eos_token_ids:
                 break
             if pending is not None:
                 yield pending
-            pending, new_ids = dataclasses.replace(token, text=text.add(token_id)), [token_id]
+            pending = dataclasses.replace(token, text=text.add(token.id))
         if pending is not None:
             yield dataclasses.replace(pending, text=pending.text + text.end())
 
@@ -198,7 +215,7 @@ class SteeredModel:
             return tuple(tokens)
         target_logits, corrected, divergence = self._compute_logits([*prompt, *ids[:-1]], len(ids))
         steered = steering.apply(corrected, divergence)
-        shifts = compute_shifts(target_logits, steered, torch.tensor(ids), self._decode, reveal=self.reveal)
+        shifts = compute_shifts(target_logits, steered, torch.tensor(ids), self.decode, reveal=self.reveal)
         return tuple(dataclasses.replace(new, text=old.text) for new, old in zip(shifts, tokens, strict=True))
 
     @torch.inference_mode()
@@ -232,27 +249,15 @@ class SteeredModel:
         check_rule(steering, self.model.experts)
         steering.check_vocabulary(self.model.vocab_size)
 
-    @torch.inference_mode()
-    def _generate_token(
-        self, new_ids: list[int], cache: Any, steering: Steering, eligible: Tensor | None, temperature: float
-    ) -> tuple[int, Token]:
-        target_logits, corrected, divergence = self._compute_logits(new_ids, 1, cache)
-        steered = steering.apply(corrected, divergence, eligible)
-        if temperature > 0:
-            uniform = torch.rand(1, generator=self._generator).to(steered.device)
-            chosen = pick((steered / temperature).softmax(dim=-1), uniform)
-        else:
-            chosen = steered.argmax(dim=-1)
-        return int(chosen), compute_shifts(target_logits, steered, chosen, self._decode, reveal=self.reveal)[0]
-
-    def _compute_logits(self, ids: list[int], keep: int, cache: Any = None) -> tuple[Logits, Logits, Logits]:
+    def _compute_logits(self, ids: list[int], keep: int) -> tuple[Logits, Logits, Logits]:
         """Return the last positions' target logits before and after the takedown correction, and the divergences."""
         wait_for_checks()
         input_ids = torch.tensor([ids], device=self.model.device)
-        target_logits, corrected, divergence = self.model.unsteered_components(input_ids, cache, logits_to_keep=keep)
+        target_logits, corrected, divergence = self.model.unsteered_components(input_ids, logits_to_keep=keep)
         return target_logits[0], corrected[0], divergence[0]
 
-    def _decode(self, token_id: int) -> str:
+    def decode(self, token_id: int) -> str:
+        """Return the text of one token."""
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
 
@@ -291,6 +296,103 @@ def compute_shifts(
     return tokens
 
 
+class ShiftRecorder(LogitsProcessor):
+    """Keeps the target's and the steered logits of `generate` until the token is chosen, and describes the token."""
+
+    def __init__(self, model: SteeredModel) -> None:
+        self._model = model
+        self._target_logits: deque[Tensor] = deque()
+        self._steered_logits: deque[Tensor] = deque()
+
+    @contextlib.contextmanager
+    def attached(self, target: Any) -> Iterator[None]:
+        """Record the logits of this thread's passes of the target within the block."""
+        thread = threading.get_ident()
+
+        def record(module: Any, args: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self._target_logits.append(output.logits[:, -1, : self._model.model.vocab_size])
+
+        handle = target.register_forward_hook(record)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Record the steered logits, and return them unchanged."""
+        self._steered_logits.append(scores)
+        return scores
+
+    def describe(self, token_id: int) -> Token:
+        """Return the effect of steering on the oldest token that is not yet described."""
+        steered = self._steered_logits.popleft()
+        target = self._target_logits.popleft().to(steered.device)
+        chosen = torch.tensor([token_id])
+        return compute_shifts(target, steered, chosen, self._model.decode, reveal=self._model.reveal)[0]
+
+
+class TokenStreamer(BaseStreamer):
+    """Passes each token of `generate` to another thread, and waits there until the next one is wanted."""
+
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        """Prepare; `read` turns a token id into the item that is passed on."""
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.wanted = threading.Semaphore(0)
+        self.closed = False
+        self._read, self._prompt_seen = read, False
+
+    def put(self, value: Tensor) -> None:
+        """Pass on a token; the first call has the prompt."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.items.put(self._read(int(value)))
+        self.wanted.acquire()
+        if self.closed:
+            raise GeneratorExit
+
+    def end(self) -> None:
+        """Do nothing: the answer ends with the thread."""
+
+
+def stream_tokens(generate: Callable[[BaseStreamer], None], read: Callable[[int], Any]) -> Iterator[Any]:
+    """Run `generate` in a thread, and yield `read(token_id)`, computed in that thread, for each token.
+
+    The next token is generated when it is asked for. Closing the iterator ends the thread; its errors are raised here.
+    """
+    streamer = TokenStreamer(read)
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            generate(streamer)
+        except GeneratorExit:  # nobody reads the tokens any more
+            pass
+        except Exception as error:
+            errors.append(error)
+        streamer.items.put(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while (item := streamer.items.get()) is not None:
+            yield item
+            streamer.wanted.release()
+        if errors:
+            raise errors[0]
+    finally:
+        streamer.closed = True
+        streamer.wanted.release()
+        thread.join()
+
+
+def _generate(model: Any, prompt: list[int], streamer: BaseStreamer, **arguments: Any) -> None:
+    input_ids = torch.tensor([prompt], device=device_of(model))
+    with torch.inference_mode(), plain_decoding(model):
+        model.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **arguments)
+
+
 class UnsteeredTarget:
     """The target alone, UNSTEERED: for `--show-target` on this machine, on a page that marks it as unsteered."""
 
@@ -303,109 +405,17 @@ class UnsteeredTarget:
     def answer(self, prompt: list[int]) -> Iterator[str]:
         """Yield the target's own greedy answer, UNSTEERED, as it grows."""
         model = self._model
-        text, answer, new_ids, cache = AnswerText(model.tokenizer, (), prompt), "", prompt, None
-        for _ in range(model.most_new_tokens(prompt)):
-            token_id, cache = self._generate_token(new_ids, cache)
+
+        def generate(streamer: BaseStreamer) -> None:
+            _generate(
+                model.model.target, prompt, streamer, max_new_tokens=model.most_new_tokens(prompt), do_sample=False,
+                eos_token_id=sorted(model.eos_token_ids) or None,
+            )  # fmt: skip
+
+        text, answer = AnswerText(model.tokenizer, (), prompt), ""
+        for token_id in stream_tokens(generate, int):
             if token_id in model.eos_token_ids:
                 break
-            answer, new_ids = answer + text.add(token_id), [token_id]
+            answer += text.add(token_id)
             yield answer
         yield answer + text.end()
-
-    @torch.inference_mode()
-    def _generate_token(self, new_ids: list[int], cache: Any) -> tuple[int, Any]:
-        target: Any = self._model.model.target
-        input_ids = torch.tensor([new_ids], device=device_of(target))
-        output = target(input_ids, past_key_values=cache, use_cache=True)
-        return int(output.logits[0, -1].argmax()), output.past_key_values
-
-
-class RemoteServer:
-    """A model at an OpenAI-compatible server, which sets rule and strength."""
-
-    def __init__(
-        self, url: str, options: ChatOptions, *, model: str | None = None, api_key_env: str | None = None
-    ) -> None:
-        """Connect to a server, such as http://127.0.0.1:8000, with or without /v1; it must serve the model.
-
-        Without `model`, its first model answers. `api_key_env` is the environment variable that holds the API key.
-        """
-        self.url, self.options = f"{url.rstrip('/').removesuffix('/v1')}/v1", options
-        endpoint = Endpoint(self.url, model or "", api_key_env, timeout=TIMEOUT, retries=0)
-        with endpoint:
-            try:
-                models = endpoint.list_models()
-            except Refused as error:
-                if error.status != 401:
-                    raise
-                raise UsageError(
-                    f"{self.url} requires an API key; set the environment variable DIVDEC_API_KEY to it"
-                ) from None
-        self.name = model or models[0]
-        if self.name not in models:
-            raise UsageError(f"{self.url} serves no model {self.name!r}; it serves: {', '.join(models)}")
-        self._endpoint = dataclasses.replace(endpoint, model=self.name)
-        self._chat = self._logprobs = self._seeds = True  # until the server refuses
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._endpoint.close()
-
-    def answer(self, messages: Sequence[Message], temperature: float = 0.0) -> Iterator[Token]:
-        """Stream an answer; a model without a chat template receives a plain prompt. Errors are those of `Endpoint`."""
-        if not messages or not messages[-1].content.strip():
-            raise UsageError(NO_QUESTION)
-        turns = list(messages[-1:] if self.options.single_turn else messages)
-        if self.options.system_prompt:
-            turns.insert(0, Message("system", self.options.system_prompt))
-        fields = {"max_tokens": self.options.max_new_tokens, "temperature": temperature}
-        while True:
-            seed = {"seed": self.options.seed} if self._seeds or temperature == 0 else {}
-            try:
-                yield from (self._stream_chat if self._chat else self._stream_text)(turns, fields | seed)
-                return
-            except Refused as error:
-                if error.status != 400:
-                    raise
-                if self._chat and "chat template" in str(error):
-                    self._chat = False
-                elif self._seeds and REFUSED in str(error) and "'seed'" in str(error):
-                    self._seeds = False
-                elif self._logprobs and REFUSED in str(error):
-                    self._logprobs = False
-                else:
-                    raise
-
-    def _stream_chat(self, turns: Sequence[Message], fields: Mapping[str, Any]) -> Iterator[Token]:
-        chat = [{"role": turn.role, "content": turn.content} for turn in turns]
-        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if self._logprobs else {}
-        if self.options.chat_template_kwargs:
-            asked["chat_template_kwargs"] = self.options.chat_template_kwargs
-        for choice in self._endpoint.stream(messages=chat, **asked, **fields):
-            entries = (choice.get("logprobs") or {}).get("content") or [{}]
-            top = {other["token"]: other["logprob"] for other in entries[-1].get("top_logprobs") or ()}
-            text = (choice.get("delta") or {}).get("content")
-            yield from _read_token(text, entries[-1].get("token"), entries[-1].get("logprob"), top)
-
-    def _stream_text(self, turns: Sequence[Message], fields: Mapping[str, Any]) -> Iterator[Token]:
-        prompt = plain_prompt((turn.role, turn.content) for turn in turns)
-        asked: dict[str, Any] = {"logprobs": TOP_LOGPROBS} if self._logprobs else {}
-        for choice in self._endpoint.stream(prompt=prompt, **asked, **fields):
-            logprobs = choice.get("logprobs") or {}
-            name, logprob, top = (
-                (logprobs.get(field) or [None])[-1] for field in ("tokens", "token_logprobs", "top_logprobs")
-            )
-            yield from _read_token(choice.get("text"), name, logprob, top or {})
-
-
-def _read_token(
-    text: str | None, name: str | None, logprob: float | None, top_logprobs: Mapping[str, float]
-) -> Iterator[Token]:
-    """Yield the token of a chunk, if it has one; without a name it has no probabilities."""
-    if name is None:
-        if text:
-            yield Token(text)
-        return
-    others = {str(other): math.exp(min(value, 0.0)) for other, value in top_logprobs.items() if other != name}
-    alternatives = tuple(TokenShift(other, steered_probability=value) for other, value in others.items())
-    yield Token(text or "", steered_probability=math.exp(min(logprob or 0.0, 0.0)), alternatives=alternatives)

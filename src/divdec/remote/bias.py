@@ -16,16 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from divdec.errors import FailedClosed
+from divdec.sampling import pick
 
-
-@dataclasses.dataclass(frozen=True)
-class BiasLimits:
-    """Limits of a provider's `logit_bias`."""
-
-    entries: int = 300
-    """Most entries in one request."""
-    largest: float = 100.0
-    """Largest absolute value of an entry."""
+MAX_BIAS = 100.0
+"""Largest absolute value of an entry, in the API of OpenAI."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +59,13 @@ class Bias:
 
 
 def choose_bias(
-    shift: Float[Tensor, " vocab"], limits: BiasLimits, known: Collection[int] = (), *, closest: bool = False
+    shift: Float[Tensor, " vocab"], entries: int, known: Collection[int] = (), *, closest: bool = False
 ) -> Bias:
     """Choose the entries to send if not all fit.
 
     Args:
         shift: w in float64, −∞ for masked tokens; `FailedClosed` if it is not a number.
-        limits: the provider's limits.
+        entries: most entries in one request.
         known: tokens that the target is known to prefer here; they come first.
         closest: minimise the bound on the total variation. Otherwise no omitted token has a positive remainder, so
             that a greedy choice with an entry is proved to be the steered one.
@@ -80,9 +74,9 @@ def choose_bias(
         raise FailedClosed("the experts' divergence is not finite (an auxiliary overflowed); no request is sent")
     masked = shift.isneginf()
     if masked.any():
-        return _mask_tokens(shift, masked, limits, known)
+        return _mask_tokens(shift, masked, entries, known)
     order = shift.argsort(stable=True)
-    left_out = max(len(shift) - limits.entries, 0)
+    left_out = max(len(shift) - entries, 0)
     if closest and left_out:
         # All omitted tokens get one value: the best are neighbours in the order, the value is their middle.
         values = shift[order]
@@ -91,28 +85,28 @@ def choose_bias(
         base = float((window[0] + window[-1]) / 2)
         chosen = torch.cat([order[:start], order[start + left_out :]])
     else:
-        first = torch.tensor(sorted(known)[: limits.entries], dtype=torch.long)
+        first = torch.tensor(sorted(known)[:entries], dtype=torch.long)
         fresh = order[~torch.isin(order, first)]
-        room = min(limits.entries - len(first), len(fresh))
+        room = min(entries - len(first), len(fresh))
         chosen = torch.cat([first, fresh[: (room + 1) // 2], fresh[len(fresh) - room // 2 :]])
         omitted = shift[~torch.isin(torch.arange(len(shift)), chosen)]
         base = float(omitted.max()) if len(omitted) else 0.0
-    sent = (shift[chosen] - base).clamp(-limits.largest, limits.largest)
+    sent = (shift[chosen] - base).clamp(-MAX_BIAS, MAX_BIAS)
     remainder = shift - base
     remainder[chosen] -= sent
     return Bias({token: value for token, value in zip(chosen.tolist(), sent.tolist(), strict=True) if value}, remainder)
 
 
-def _mask_tokens(shift: Float[Tensor, " vocab"], masked: Tensor, limits: BiasLimits, known: Collection[int]) -> Bias:
+def _mask_tokens(shift: Float[Tensor, " vocab"], masked: Tensor, count: int, known: Collection[int]) -> Bias:
     """Send as many masked tokens as fit, those first that the target is known to prefer; then the others."""
     suppressed = [token for token in sorted(known) if masked[token]]
     suppressed += [token for token in masked.nonzero().flatten().tolist() if token not in set(suppressed)]
-    entries = dict.fromkeys(suppressed[: limits.entries], -limits.largest)
+    entries = dict.fromkeys(suppressed[:count], -MAX_BIAS)
     # The corrections of takedown requests, the largest first.
     remainder, lowered = shift.clone(), shift.masked_fill(masked, 0.0)
-    for token in lowered.argsort(stable=True)[: limits.entries - len(entries)].tolist():
+    for token in lowered.argsort(stable=True)[: count - len(entries)].tolist():
         if lowered[token] < 0:
-            entries[token] = max(float(lowered[token]), -limits.largest)
+            entries[token] = max(float(lowered[token]), -MAX_BIAS)
             remainder[token] -= entries[token]
     return Bias(entries, remainder)
 
@@ -148,17 +142,8 @@ class Candidates:
         Raises:
             FailedClosed: every candidate is masked.
         """
-        from divdec.sampling import pick
-
         scores, others = (values / temperature for values in self._scores(shift))
         token = int(self.ids[int(pick((scores - scores.max()).exp(), uniform))])
-        certain, outside, listed, total = (
-            float(values.logsumexp(0))
-            for values in (
-                scores.masked_fill(self.ambiguous, -math.inf), others, scores, torch.cat([scores, others])
-            )
-        )  # fmt: skip
-        if certain == listed:
-            return token, math.exp(outside - total)
-        # First without the ambiguous candidates, then with them and all other tokens.
-        return token, min(2 - math.exp(certain - listed) - math.exp(certain - total), 1.0)
+        if self.ambiguous.any():  # which tokens these probabilities belong to is unknown
+            return token, 1.0
+        return token, float((others.logsumexp(0) - torch.cat([scores, others]).logsumexp(0)).exp())

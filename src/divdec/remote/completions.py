@@ -16,7 +16,7 @@ from typing import Any
 from divdec.bridge.token_bytes import BYTE_TOKEN, token_bytes
 from divdec.endpoint import Endpoint, Refused
 from divdec.errors import FailedClosed, UsageError
-from divdec.remote.bias import BiasLimits
+from divdec.remote.bias import MAX_BIAS
 
 BY_ID = "token_id:"
 UNREADABLE = "\ufffd"  # providers write parts of characters so
@@ -300,9 +300,7 @@ class Completions:
         return self._by_text
 
 
-def probe_provider(
-    completions: Completions, prompt: Sequence[int], limits: BiasLimits, *, biased: bool
-) -> ProviderCapabilities:
+def probe_provider(completions: Completions, prompt: Sequence[int], *, biased: bool) -> ProviderCapabilities:
     """Find out with a few requests of one token what a provider accepts and returns.
 
     A provider that silently ignores `logit_bias` would answer unsteered; it is refused before anything is answered.
@@ -310,7 +308,6 @@ def probe_provider(
     Args:
         completions: the provider.
         prompt: token ids of any prompt.
-        limits: limits of `logit_bias`.
         biased: whether `logit_bias` will be used; the probe then checks that it works.
 
     Raises:
@@ -326,7 +323,7 @@ def probe_provider(
             )
         return capabilities
     try:
-        (other,) = completions.complete(prompt, capabilities, {position.token: -limits.largest})
+        (other,) = completions.complete(prompt, capabilities, {position.token: -MAX_BIAS})
     except Refused as error:
         # The same request without a bias was accepted.
         candidates = " or --method candidates, which needs none" if capabilities.top_logprobs else ""
@@ -334,14 +331,14 @@ def probe_provider(
     if other.token == position.token:
         raise FailedClosed(
             f"model {model} ignores logit_bias: its first choice, token {position.token}, came again with a bias of "
-            f"{-limits.largest:g}; it cannot be steered by biases"
+            f"{-MAX_BIAS:g}; it cannot be steered by biases"
         )
-    # The second choice lies at most `limits.largest` below the first, so the same bias must lift it above.
-    (lifted,) = completions.complete(prompt, capabilities, {other.token: limits.largest})
+    # The second choice lies at most `MAX_BIAS` below the first, so the same bias must lift it above.
+    (lifted,) = completions.complete(prompt, capabilities, {other.token: MAX_BIAS})
     if lifted.token != other.token:
         raise FailedClosed(
             f"model {model} obeys no positive logit_bias: token {other.token}, its second choice, did not come with "
-            f"a bias of {limits.largest:g}; it cannot be steered by biases"
+            f"a bias of {MAX_BIAS:g}; it cannot be steered by biases"
         )
     if position.logprobs is not None and other.logprobs is None:
         # Whether log-probabilities contain the bias is unknown, and a wrong guess would prove falsehoods.

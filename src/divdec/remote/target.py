@@ -11,7 +11,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,38 +21,13 @@ from divdec.decoding.text import AnswerText
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import check_rule
-from divdec.remote.bias import Bias, BiasLimits, Candidates, choose_bias
+from divdec.remote.bias import MAX_BIAS, Bias, Candidates, choose_bias
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
 from divdec.remote.experts import LoadedExperts, SteeringContext
+from divdec.remote.settings import RemoteSettings
 from divdec.steering import Steering
 
-METHODS = ("bias", "candidates")
 DISOBEYED = 1.0  # nats by which a greedy choice may seem worse than another token, for rounding
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteSettings:
-    """How a provider is steered."""
-
-    method: Literal["bias", "candidates"] = "bias"
-    """'bias' sends `logit_bias`; 'candidates' sends none and chooses among the likeliest tokens."""
-    limits: BiasLimits = dataclasses.field(default_factory=BiasLimits)
-    """Limits of `logit_bias`."""
-    block: int = 1
-    """Tokens per request; of several, those are used for which the steered choice is proved to be the same."""
-    tries: int = 4
-    """Most requests for one token until its choice is proved; 1 takes every answer with its error bound."""
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise UsageError(f"method is {self.method!r}; accepted: {', '.join(METHODS)}")
-        if self.block < 1 or self.tries < 1:
-            raise UsageError(f"block is {self.block}, tries {self.tries}; accepted: at least 1")
-        if self.limits.entries < 1 or not 0 < self.limits.largest < math.inf:
-            raise UsageError(
-                f"bias limits are {self.limits.entries} entries up to {self.limits.largest:g}; accepted: at least 1 "
-                "entry, above 0"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,31 +61,12 @@ class RemoteAnswer:
         return sum(choice.exact for choice in self.choices)
 
 
-@dataclasses.dataclass
-class ExactnessStatistics:
-    """Exactness of the tokens of all answers so far."""
-
-    tokens: int = 0
-    exact: int = 0
-    gap: float = 0.0
-    """Largest gap of a greedy token."""
-    total_variation: float = 0.0
-    """Largest total variation of a sampled token."""
-
-    def add(self, choice: ChosenToken) -> None:
-        """Count a token."""
-        self.tokens += 1
-        self.exact += choice.exact
-        self.gap = max(self.gap, choice.gap)
-        self.total_variation = max(self.total_variation, choice.total_variation)
-
-
 class RemoteTarget:
     """A provider's model, steered by experts and a rule. Threads may share it.
 
     Attributes:
         completions: the provider, with the numbers of requests and tokens so far.
-        exactness: exactness of the tokens of all answers so far.
+        choices: tokens of all answers so far, with their error bounds.
         capabilities: what the provider accepts and returns; None before the first answer.
     """
 
@@ -134,7 +90,7 @@ class RemoteTarget:
         first, *others = experts.eos_token_ids
         self.completions = Completions(endpoint, experts.tokenizer, first, experts.vocab_size, extra, others)
         self.steering, self.settings = steering, settings or RemoteSettings()
-        self.exactness = ExactnessStatistics()
+        self.choices: list[ChosenToken] = []
         self.capabilities: ProviderCapabilities | None = None
         self.experts = experts
         self._lock = threading.Lock()
@@ -186,15 +142,14 @@ class RemoteTarget:
         with self._lock:
             if self.capabilities is None:
                 biased = self.settings.method == "bias"
-                self.capabilities = probe_provider(self.completions, prompt, self.settings.limits, biased=biased)
+                self.capabilities = probe_provider(self.completions, prompt, biased=biased)
             decoder = _Decoder(self, self.capabilities, temperature, seed)
         text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
         while len(answer.choices) < max_new_tokens:
             for choice in decoder.next_tokens(ids, max_new_tokens - len(answer.choices)):
                 answer.choices.append(choice)
-                with self._lock:
-                    self.exactness.add(choice)
+                self.choices.append(choice)
                 ids.append(choice.token)
                 if piece := text.add(choice.token):
                     answer.text += piece
@@ -229,12 +184,12 @@ class _Decoder:
     def next_tokens(self, ids: list[int], most: int) -> list[ChosenToken]:
         """Return at least one more token, by up to `tries` requests."""
         shift = self._target.logit_shift(self._context, ids)[0]
-        sends_bias, limits = self._settings.method == "bias", self._settings.limits
+        sends_bias, entries = self._settings.method == "bias", self._settings.bias_entries
         known: set[int] = set()
         has_ambiguous = not self._capabilities.answer_ids and self._completions.has_ambiguous_names
         unresolvable = has_ambiguous and self._temperature > 0 and not shift.isneginf().any()
         if has_ambiguous:  # one entry is left to find out which of the tokens with one name was chosen
-            limits = dataclasses.replace(limits, entries=max(limits.entries - 1, 1))
+            entries = max(entries - 1, 1)
         drawing = self._temperature if sends_bias else 0.0
         # Rejection sampling needs no log-probabilities.
         capabilities = dataclasses.replace(self._capabilities, top_logprobs=0) if drawing else self._capabilities
@@ -243,7 +198,7 @@ class _Decoder:
         for left in reversed(range(self._settings.tries if sends_bias and not unresolvable else 1)):
             bias = Bias({}, shift)
             if sends_bias:
-                bias = choose_bias(shift, limits, known, closest=not left and self._temperature > 0)
+                bias = choose_bias(shift, entries, known, closest=not left and self._temperature > 0)
             seed = int(torch.randint(2**31, (), generator=self._generator)) if self._temperature else None
             reply = self._completions.complete(
                 ids, capabilities, bias.entries, tokens=block, temperature=drawing, seed=seed
@@ -261,9 +216,13 @@ class _Decoder:
 
         If the token was meant, another one is chosen; if not, the same name is returned again.
         """
-        token, limits = position.token, self._settings.limits
-        entries = {**bias.entries, token: -limits.largest}
-        if token not in position.ambiguous or self._settings.method != "bias" or len(entries) > limits.entries:
+        token = position.token
+        entries = {**bias.entries, token: -MAX_BIAS}
+        if (
+            token not in position.ambiguous
+            or self._settings.method != "bias"
+            or len(entries) > self._settings.bias_entries
+        ):
             return position
         (other,) = self._completions.complete(ids, self._capabilities, entries)
         if other.token in {token, *position.ambiguous[token]}:
@@ -297,11 +256,11 @@ class _Decoder:
         Raises:
             FailedClosed: the provider ignores the bias, or every token that it returns is suppressed.
         """
-        token, limits = position.token, self._settings.limits
-        if bias.entries.get(token, 0) <= -limits.largest and shift[token].isneginf():
+        token = position.token
+        if bias.entries.get(token, 0) <= -MAX_BIAS and shift[token].isneginf():
             raise FailedClosed(
                 f"model {self._completions.name} answered with token {token}, which was suppressed by a bias of "
-                f"{-limits.largest:g}; it does not obey logit_bias"
+                f"{-MAX_BIAS:g}; it does not obey logit_bias"
             )
         if self._temperature == 0 or self._settings.method == "candidates":
             choice = self._choose(position, shift, bias)
@@ -316,7 +275,7 @@ class _Decoder:
         if shift[choice.token].isneginf() and last:
             raise FailedClosed(
                 f"model {self._completions.name} keeps choosing tokens that are to be suppressed here; at most "
-                f"{limits.entries} fit a request; raise --bias-entries or --tries"
+                f"{self._settings.bias_entries} fit a request; raise --bias-entries or --tries"
             )
         return choice if choice.exact or last else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -10,7 +12,7 @@ from rich.table import Table
 
 from divdec.costs.estimate import CostEstimate
 from divdec.costs.model_size import format_bytes, format_quantity
-from divdec.report.style import SERIES_STYLES, TARGET, TEXT
+from divdec.report.style import SERIES_STYLES, TARGET, TEXT, style, write_figure
 
 OPTIONS = {
     "target": "target alone, unsteered",
@@ -19,6 +21,19 @@ OPTIONS = {
     "distil": "distil",
     "n-gram": "steer with n-grams",
 }
+
+
+def write_volume_figure(path: Path, estimate: CostEstimate) -> None:
+    """Write the plot of an estimate as SVG or PNG."""
+    N, n = format_quantity(estimate.N), format_quantity(estimate.n)
+    with style("divdec-cost"):
+        write_figure(
+            path,
+            volume_figure(estimate),
+            title="Cost of a deployment by volume",
+            description=f"target N = {N}, auxiliaries n = {n} each",
+            sources=[estimate.target.name, estimate.auxiliary.name],
+        )
 
 
 def volume_figure(estimate: CostEstimate) -> Figure:

@@ -18,17 +18,26 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from divdec.data.formatting import encode_prompts, encode_set
-from divdec.data.records import Message, Record, RecordSet
+from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import check_tokenizer, digests, vocabulary_sha256
+from divdec.model.checkpoint import (
+    CheckpointReference,
+    check_tokenizer,
+    check_weights,
+    digests,
+    dtype_for_passes,
+    load_model,
+    load_tokenizer,
+    vocabulary_sha256,
+)
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import render_page
-from divdec.runs import versions, write_text
+from divdec.runs import check_output_file, file_sha256, versions, write_text
 from divdec.takedowns.correction import TakedownCorrection
 
 if TYPE_CHECKING:
@@ -45,6 +54,43 @@ NEUTRAL_SAMPLES = 32  # where no neutral text is given
 CHAT = "Continue this text: {}"
 SIGNATURE = "\n<!-- Ed25519 signature of everything before this line: {signature} by {public_key} -->\n"
 EMBEDDED = '<script type="application/json" id="report">'
+
+
+def report_request(
+    registry: Registry,
+    request_id: str,
+    file: str,
+    path: Path,
+    *,
+    retain: str | None,
+    neutral: str | None,
+    target: str | None,
+    overwrite: bool,
+    device_map: str,
+) -> dict[str, Any]:
+    """Load the target, attack a request in force, and write the signed report; options are those of the command.
+
+    Returns:
+        The content of the report.
+
+    Raises:
+        UsageError: the path cannot be written, the texts are not the request's, or the target does not load.
+    """
+    if path.suffix not in (".html", ".json"):
+        raise UsageError(f"--output is {str(path)!r}; accepted: a file with the suffix .html or .json")
+    check_output_file(path, overwrite)
+    entry, texts = registry.find(request_id), read_records(file)
+    sources = {"retain": retain, "neutral": neutral}
+    sets = {name: read_records(source) for name, source in sources.items() if source is not None}
+    folder = registry.target() if target is None else CheckpointReference.parse(target).resolve(Path(), weights=True)
+    check_weights(folder)
+    model = load_model(folder, dtype=dtype_for_passes(), device_map=device_map).eval()
+    digest = file_sha256(Path(file)) if Path(file).is_file() else None
+    content = measure_request(registry, entry, texts, model, load_tokenizer(folder), folder, sets, progress=True)
+    content["request"]["file_sha256"] = digest
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_report(path, content, registry)
+    return content
 
 
 def measure_request(

@@ -16,8 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
+from divdec.errors import UsageError
 from divdec.serving import ServerOptions
 from divdec.serving.engine import Engine
+from divdec.serving.grammar import GrammarMatcher, make_grammar
 from divdec.serving.middleware import Metrics, RequestRecord
 from divdec.serving.request import RequestOutput, SamplingParams, TokenLogprob
 from divdec.serving.schemas import (
@@ -26,8 +28,10 @@ from divdec.serving.schemas import (
     ChatMessageParam,
     CompletionRequest,
     Conversation,
+    NamedToolChoice,
     invalid,
 )
+from divdec.serving.tools import HERMES, ToolCallParser
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
 LOWEST_TEMPERATURE = 1e-5  # smaller temperatures overflow on division; decode greedily instead
@@ -138,6 +142,7 @@ class CompletionCall:
         default: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        **fields: Any,
     ) -> None:
         """Add `count` replies to a prompt; reply i uses seed + i.
 
@@ -148,6 +153,7 @@ class CompletionCall:
             default: maximum length if `max_tokens` is None; None for the rest of the context.
             logprobs: number of likeliest tokens per token of the reply; None for no log-probabilities.
             prompt_logprobs: the same for the prompt.
+            **fields: other sampling parameters.
 
         Raises:
             ApiError: the context is too short, or a limit is exceeded.
@@ -174,6 +180,7 @@ class CompletionCall:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             **{name: getattr(body, name) for name in SAME_FIELDS},
+            **fields,
         )
         seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(count)]
         self.replies += [(prompt, dataclasses.replace(params, seed=seed)) for seed in seeds]
@@ -281,7 +288,7 @@ class CompletionCall:
         """Return a response body or an event."""
         return {
             "id": self.record.id, "object": name, "created": self._created, "model": self.engine.name,
-            "choices": choices, **fields,
+            "system_fingerprint": self.engine.fingerprint, "choices": choices, **fields,
         }  # fmt: skip
 
     def _usage(self) -> Event:
@@ -381,6 +388,7 @@ class ChatCompletion(CompletionCall):
 
     object_name, event_name = "chat.completion", "chat.completion.chunk"
     body: ChatCompletionRequest
+    _parsers: Sequence[ToolCallParser] = ()  # by reply, if it may call tools
 
     async def prepare(self) -> None:
         """See `CompletionCall.prepare`."""
@@ -388,31 +396,77 @@ class ChatCompletion(CompletionCall):
         self.record.prompt = [message.model_dump() for message in body.messages]
         if body.n > most:
             raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.callable_tools else []
+        prompt = await encode_chat(self.engine, body, body.messages, tools)
+        grammar = await self._grammar()
+        # Where a grammar writes calls, it writes the Hermes form.
+        own = None if grammar is not None else getattr(self.engine.tokenizer, "response_template", None)
         self.add_replies(
-            await encode_chat(self.engine, body, body.messages), body.n,
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt, body.n, body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None, grammar=grammar,
+            skip_special_tokens=not (tools and own),
         )  # fmt: skip
+        if tools:
+            text = str(self.engine.tokenizer.decode(prompt)) if own else ""
+            parallel = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedToolChoice)
+            self._parsers = [ToolCallParser(own or HERMES, text, tools, parallel=parallel) for _ in self.replies]
+
+    async def _grammar(self) -> GrammarMatcher | None:
+        """Return the grammar that the reply must follow, if any.
+
+        Raises:
+            ApiError: a schema cannot be used.
+        """
+        body = self.body
+        schema = None if body.response_format is None else body.response_format.schema_of_reply
+        if schema is None and not body.forces_call:
+            return None
+        named = isinstance(body.tool_choice, NamedToolChoice)
+        tools = {tool.name: tool.parameters for tool in body.callable_tools}
+        added = self.engine.tokenizer.get_added_vocab()
+        lark = make_grammar(schema, tools, added, parallel=body.parallel_tool_calls and not named)
+        try:
+            return await self.engine.compile_grammar(lark)
+        except UsageError as error:
+            raise invalid(str(error), "tools" if schema is None else "response_format") from None
 
     def choices(self, replies: list[RequestOutput]) -> list[Event]:
         """See `CompletionCall.choices`."""
-        return [
-            {
-                "index": index, "message": {"role": "assistant", "content": reply.text, "refusal": None},
-                "logprobs": self._logprobs(reply.logprobs), "finish_reason": reply.finish_reason, **self.note(reply),
-            }
-            for index, reply in enumerate(replies)
-        ]  # fmt: skip
+        choices: list[Event] = []
+        for index, reply in enumerate(replies):
+            text, calls, reason = self._parse(index, reply)
+            message: Event = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                message |= {"content": text or None, "tool_calls": calls}
+            choices.append(
+                {
+                    "index": index, "message": message, "logprobs": self._logprobs(reply.logprobs),
+                    "finish_reason": reason, **self.note(reply),
+                }
+            )  # fmt: skip
+        return choices
+
+    def _parse(self, index: int, output: RequestOutput) -> tuple[str, list[Event], str | None]:
+        """Return content, tool calls and finish reason of an output of one reply."""
+        if not self._parsers or output.finish_reason == FILTERED:
+            return output.text, [], output.finish_reason
+        parser = self._parsers[index]
+        text, calls = parser.feed(output.text, last=output.finish_reason is not None)
+        return text, calls, "tool_calls" if parser.calls and output.finish_reason == "stop" else output.finish_reason
 
     def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
         """See `CompletionCall.deltas`."""
         empty = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
         if first:
             yield empty | {"delta": {"role": "assistant", "content": ""}}
-        if output.text or output.logprobs:
-            yield empty | {"delta": {"content": output.text}, "logprobs": self._logprobs(output.logprobs)}
-        if output.finish_reason:
-            yield empty | {"finish_reason": output.finish_reason} | self.note(output)
+        text, calls, reason = self._parse(index, output)
+        if text or output.logprobs:
+            yield empty | {"delta": {"content": text}, "logprobs": self._logprobs(output.logprobs)}
+        if calls:
+            number = len(self._parsers[index].calls) - len(calls)
+            yield empty | {"delta": {"tool_calls": [{"index": number + i, **call} for i, call in enumerate(calls)]}}
+        if reason:
+            yield empty | {"finish_reason": reason} | self.note(output)
 
     def _logprobs(self, tokens: Iterable[TokenLogprob]) -> Event | None:
         if not self.body.logprobs:
@@ -435,10 +489,13 @@ class ChatCompletion(CompletionCall):
         }  # fmt: skip
 
 
-async def encode_chat(engine: Engine, body: Conversation, messages: Sequence[ChatMessageParam]) -> list[int]:
+async def encode_chat(
+    engine: Engine, body: Conversation, messages: Sequence[ChatMessageParam], tools: Sequence[Event] = ()
+) -> list[int]:
     """Tokenize the messages of a request; see `Engine.encode_chat`."""
     return await engine.encode_chat(
-        [(turn.role, str(turn.content)) for turn in messages],
+        [turn.for_template() for turn in messages],
+        tools=tools,
         generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,

@@ -16,14 +16,17 @@ from typing import Any, TypeVar
 import torch
 
 from divdec.bridge.token_bytes import special_tokens, token_bytes
-from divdec.data.formatting import Format, check_template_kwargs, encode_prompt
-from divdec.data.records import Message, Record
+from divdec.data.formatting import Format, check_template_kwargs, encode_conversation, encode_prompt
+from divdec.data.records import Record
 from divdec.decoding.drafters import make_drafter
 from divdec.decoding.speculative import Speculation, check_cache
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.fail_closed import check_vocabulary, wait_for_checks
+from divdec.model.loading import bundle_identity
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import settings_hash
+from divdec.serving.grammar import GrammarCompiler, GrammarMatcher
 from divdec.serving.request import Request, RequestOutput, SamplingParams
 from divdec.serving.scheduler import Closing, Scheduler, StepOutput
 
@@ -50,6 +53,7 @@ class Engine:
     Attributes:
         scheduler: the requests, and counts of tokens and forward passes.
         steering: the rule, for people.
+        fingerprint: changes with the bundle's parts and the rule, not with takedown requests.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.max_model_len: int = model.config.max_position_embeddings or MAX_MODEL_LEN
         self.steering = model.rule
+        self.fingerprint = f"fp_{settings_hash([bundle_identity(model.config), model.steering.to_dict()])}"
         self._takedowns = model.takedowns
         self._max_queue = max_queue
         eos: Any = model.generation_config.eos_token_id
@@ -102,6 +107,7 @@ class Engine:
             self._bytes = [str(tokenizer.decode([token])).encode() for token in range(len(tokenizer))]
             self._special = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
         self._tokenizer_lock = threading.Lock()
+        self._grammars: GrammarCompiler | None = None
         self._changed = threading.Condition()
         self._closing = self._stopped = False
         self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
@@ -208,47 +214,65 @@ class Engine:
 
     async def encode_chat(
         self,
-        messages: Sequence[tuple[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokenize a conversation, as pairs of role and content, with the tokenizer's chat template.
+        """Tokenize a conversation with the tokenizer's chat template.
 
         Args:
-            messages: the turns.
+            messages: the turns, as chat templates read them.
+            tools: functions that the model may call.
             generation_prompt: end with the start of a reply.
             continue_final_message: end with the text of the last message, which the reply continues.
             template_kwargs: variables of the template, beside the engine's.
 
         Raises:
-            InvalidRequest: there is no chat template, the template rejects the messages or does not have a variable,
-                or the prompt has no tokens.
+            InvalidRequest: there is no chat template, the template rejects the messages, does not read tools or does
+                not have a variable, or the prompt has no tokens.
         """
         if not self.tokenizer.chat_template:
             raise InvalidRequest("this model's tokenizer has no chat template: use /v1/completions", "messages")
-        # Templates know OpenAI's role developer as system.
-        turns = [("system" if role == "developer" else role, content) for role, content in messages]
-
         form = Format(chat_template_kwargs={**self._template_kwargs, **(template_kwargs or {})})
-        record = Record("", messages=tuple(Message(*turn) for turn in turns))
-
-        def encode() -> list[int]:
-            end = "continue" if continue_final_message else "reply" if generation_prompt else "finished"
-            return encode_prompt(record, self.tokenizer, form, end=end)
-
+        options = {
+            "add_generation_prompt": generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
         try:
             check_template_kwargs(self.tokenizer, form.chat_template_kwargs)
         except UsageError as error:
             raise InvalidRequest(str(error), "chat_template_kwargs") from None
+
+        def encode(tools: Sequence[Mapping[str, Any]]) -> list[int]:
+            return encode_conversation(messages, self.tokenizer, form, tools=tools, **options)
+
         try:
-            ids = await self._in_thread(encode)
+            ids = await self._in_thread(lambda: encode(tools))
+            ignores_tools = bool(tools) and ids == await self._in_thread(lambda: encode(()))
         except UsageError as error:
             raise InvalidRequest(str(error), "messages") from None
+        if ignores_tools:
+            raise InvalidRequest("this model's chat template does not read tools; leave them out", "tools")
         if not ids:
             raise InvalidRequest("messages hold no token: there is nothing to answer", "messages")
         return ids
+
+    async def compile_grammar(self, lark: str) -> GrammarMatcher:
+        """Compile a grammar; see `divdec.serving.grammar`.
+
+        Raises:
+            UsageError: the grammar, or this model's tokenizer, cannot be used.
+        """
+
+        def compile() -> GrammarMatcher:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self._eos_token_ids)
+            return self._grammars.compile(lark)
+
+        return await self._in_thread(compile)
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         """Refuse token ids outside the vocabulary."""

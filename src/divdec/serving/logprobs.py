@@ -41,6 +41,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "repetition_penalty": (1.0, math.inf),
 }
 """Sampling parameters that the levels below full accept."""
+GRAMMARS = {"response_format": "type text, or json_object without tools", "tool_choice": "none or auto"}
+"""What the levels below full accept where grammars are asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ class LogprobPolicy:
         asked = fields.get("logprobs")
         asked = -1 if asked is None or asked is False else int(asked)  # a chat says true or false
         most = {"off": -1, "top-1": 1}.get(self.level, math.inf)
+        reply, tools = fields.get("response_format"), fields.get("tools")
         for name, refused in (
             ("logit_bias", bool(fields.get("logit_bias"))),
             ("echo", bool(fields.get("echo")) and asked >= 0),
@@ -92,6 +95,10 @@ class LogprobPolicy:
             ("logprobs", asked > most),
             ("top_logprobs", (fields.get("top_logprobs") or 0) > most >= 0),
             ("seed", fields.get("seed") is not None and not _is_greedy(fields)),
+            # A grammar of two texts shows which is likelier. That of any JSON object has no text of the client's,
+            # unless it also allows calls, which have schemas.
+            ("response_format", reply is not None and reply.type != "text" and bool(reply.json_schema or tools)),
+            ("tool_choice", fields.get("tool_choice") not in (None, "none", "auto")),
         ):
             if refused:
                 return name
@@ -110,6 +117,11 @@ class LogprobPolicy:
             return (
                 f"samples of a known seed show more than the {REFUSED} that this server gives (--logprobs {self}); "
                 "leave 'seed' out, or set temperature to 0"
+            )
+        if field in GRAMMARS:
+            return (
+                f"a grammar of the client's choice may show more {REFUSED} than this server gives (--logprobs {self}); "
+                f"accepted as {field!r}: {GRAMMARS[field]}"
             )
         return f"field {field!r} may show more {REFUSED} than this server gives (--logprobs {self}); leave it out"
 

@@ -121,6 +121,13 @@ class Metrics(Collector):
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens.", lambda engine: engine.scheduler.prompt_tokens),
             (CounterMetricFamily, "generated_tokens", "New tokens.", lambda engine: engine.scheduler.generated_tokens),
             (CounterMetricFamily, "steps", "Forward passes.", lambda engine: engine.scheduler.steps),
+            (CounterMetricFamily, "positions", "Last positions of forward passes.", lambda e: e.scheduler.positions),
+            (
+                CounterMetricFamily,
+                "changed_positions",
+                "Positions where steering changed the likeliest token.",
+                lambda engine: engine.scheduler.changed_positions,
+            ),
             (GaugeMetricFamily, "sequences_running", "Running sequences.", lambda engine: engine.scheduler.running),
             (GaugeMetricFamily, "sequences_waiting", "Queued sequences.", lambda engine: engine.waiting),
             (GaugeMetricFamily, "takedown_requests", "Takedown requests in force.", Engine.count_takedowns),

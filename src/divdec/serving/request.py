@@ -26,6 +26,7 @@ from divdec.decoding.processors import SteeredProcessors
 from divdec.decoding.speculative import PositionalRandom
 from divdec.decoding.text import AnswerText
 from divdec.sampling import pick
+from divdec.serving.grammar import GrammarMatcher
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -59,6 +60,10 @@ class SamplingParams:
     """Number of likeliest tokens per generated token; None returns no log-probabilities."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
+    grammar: GrammarMatcher | None = None
+    """Grammar of the answer, at its start."""
+    skip_special_tokens: bool = True
+    """Leave the names of special tokens out of the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +124,10 @@ class Request:
         self.aborted = self.failed_in_batch = False
         self.max_tokens = min(params.max_tokens, max_model_len - len(self.prompt))
         """Longest answer within the context."""
-        self.processors = logits_processors(params, len(self.prompt))
+        self.grammar = None if params.grammar is None else params.grammar.start()
+        self.processors = logits_processors(params, len(self.prompt), self.grammar)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._text = AnswerText(tokenizer, params.stop, self.prompt)
+        self._text = AnswerText(tokenizer, params.stop, self.prompt, skip_special=params.skip_special_tokens)
         self._uniform = PositionalRandom(1, torch.device("cpu"), self.seed())
 
     @property
@@ -152,7 +158,9 @@ class Request:
         """Append a token to the answer; `logits` are the steered, unprocessed ones, for log-probabilities."""
         self.answer.append(token)
         text, reason = self._text.add(token), None
-        if self._text.stopped or token in self._eos_token_ids:
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        if self._text.stopped or token in self._eos_token_ids or (self.grammar and self.grammar.is_complete):
             reason = "stop"
         elif len(self.answer) >= self.max_tokens:
             reason = "length"
@@ -200,9 +208,11 @@ class CountPenalty(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-def logits_processors(params: SamplingParams, prompt_length: int) -> SteeredProcessors:
-    """Return the processors of a request in vLLM's order: bias, penalties, temperature, truncation."""
-    processors: list[Any] = []
+def logits_processors(
+    params: SamplingParams, prompt_length: int, grammar: GrammarMatcher | None = None
+) -> SteeredProcessors:
+    """Return the processors of a request in vLLM's order: grammar, bias, penalties, temperature, truncation."""
+    processors: list[Any] = [] if grammar is None else [grammar]
     if params.logit_bias:
         biases = [[[token], float(bias)] for token, bias in params.logit_bias.items()]
         processors.append(SequenceBiasLogitsProcessor(biases))

@@ -161,9 +161,9 @@ class SpeculativeRequest:
 
     @staticmethod
     def supports(request: Request) -> bool:
-        """Whether a request can speculate: it asks for no log-probabilities and no seeded samples."""
+        """Whether a request can speculate: it has no grammar and asks for no log-probabilities or seeded samples."""
         params = request.params
-        plain = params.logprobs is None and params.prompt_logprobs is None
+        plain = params.logprobs is None and params.prompt_logprobs is None and params.grammar is None
         return plain and (params.temperature == 0 or params.seed is None) and request.max_tokens > 1
 
     def step(self) -> StepOutput:
@@ -197,6 +197,8 @@ class Scheduler:
         prompt_tokens: prompt tokens read so far.
         generated_tokens: tokens generated so far.
         steps: forward passes so far.
+        positions: by sequence and pass, the number of last positions so far.
+        changed_positions: those of them where steering changed the likeliest token.
     """
 
     def __init__(
@@ -208,6 +210,8 @@ class Scheduler:
     ) -> None:
         self.waiting: collections.deque[Request] = collections.deque()  # append and popleft are atomic
         self.prompt_tokens = self.generated_tokens = self.steps = 0
+        self.positions = self.changed_positions = 0
+        model.on_steered = self._count_changes
         self._model, self._max_num_seqs, self._speculation = model, max_num_seqs, speculation
         self._measure_suppression = measure_suppression
         self._separate = _needs_separate_passes(model)
@@ -221,6 +225,13 @@ class Scheduler:
     def running(self) -> int:
         """Number of requests that are prefilling, decoding or being measured."""
         return sum(len(group.requests) for group in [*self._groups, *self._prefills]) + len(self._measurements)
+
+    def _count_changes(
+        self, target_logits: Float[Tensor, "rows kept vocab"], steered: Float[Tensor, "rows kept vocab"]
+    ) -> None:
+        changed = target_logits[:, -1].argmax(-1) != steered[:, -1].argmax(-1)
+        self.positions += len(changed)
+        self.changed_positions += int(changed.sum())
 
     @property
     def has_work(self) -> bool:

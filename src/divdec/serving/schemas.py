@@ -19,12 +19,14 @@ from starlette.responses import Response
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving.engine import Busy, InvalidRequest
+from divdec.serving.grammar import GrammarConflict
 from divdec.serving.scheduler import Closing
 
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_MESSAGES = MAX_PROMPTS = 4096
 MAX_STOPS = 16
+MAX_TOOLS = 128
 LONGEST_STOP = 1000  # characters
 RETRY_AFTER = 1  # seconds
 LONGEST_VALUE = 200  # characters of a value that a message quotes
@@ -43,11 +45,14 @@ def _accepting(description: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
+NEITHER = (None, "none", "auto")
+"""Values of `tool_choice` that force no call."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 # The limit makes pydantic refuse half a surrogate pair, which is not a character.
 Text = Annotated[str, Field(max_length=MAX_INT)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
 Name = Annotated[str, Field(max_length=1000)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
 Prompt = Annotated[
@@ -111,10 +116,98 @@ class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
-class ResponseFormat(RequestBody):
-    """Format of a reply; only plain text is supported."""
+class JsonSchemaFormat(RequestBody):
+    """JSON schema of a reply, which is always enforced."""
 
-    type: Literal["text"]
+    name: FunctionName
+    schema_: dict[str, Any] = Field(alias="schema")
+    # No effect on the reply.
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """Format of a reply."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_fits_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"type is {self.type!r}; json_schema is needed with type 'json_schema', and only there")
+        return self
+
+    @property
+    def schema_of_reply(self) -> dict[str, Any] | None:
+        """JSON schema of the reply; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return None if self.type == "text" else {"type": "object"}
+
+
+class FunctionDefinition(RequestBody):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] = Field({}, description="JSON schema of the arguments, an object.")
+    # No effect on the reply: arguments follow the schema where `tool_choice` forces a call.
+    strict: bool | None = None
+
+
+class Tool(RequestBody):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(RequestBody):
+    """Name of a function."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(RequestBody):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionReference
+
+
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedToolChoice,
+    _accepting("none, auto, required, or {'type': 'function', 'function': {'name': '…'}}"),
+]
+
+
+def _check_arguments(text: str) -> str:
+    try:
+        valid = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise ValueError("accepted: a JSON object as text")
+    return text
+
+
+class FunctionCall(RequestBody):
+    """A call of a function."""
+
+    name: FunctionName
+    arguments: Annotated[Text, AfterValidator(_check_arguments)]
+
+
+class ToolCall(RequestBody):
+    """A call in an earlier reply of the assistant."""
+
+    id: Name
+    type: Literal["function"]
+    function: FunctionCall
+    # No effect on the reply; parts of a stream have it.
+    index: int | None = None
 
 
 class GenerationRequest(RequestBody):
@@ -193,10 +286,40 @@ class ChatMessageParam(RequestBody):
         "type": ("text", "message"), "tool_calls": ([],), "annotations": ([],), "refusal": ("",), "reasoning": ("",),
         "reasoning_content": ("",),
     }  # fmt: skip
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = Field("", description="Required, except beside tool_calls.")
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Name | None = Field(None, description="The call that a message of role tool answers.")
     # No effect on the reply.
     name: Name | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_role(self) -> ChatMessageParam:
+        if "content" not in self.model_fields_set and self.tool_calls is None:
+            raise ValueError("content is required, except in messages with tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is required in messages of role tool")
+        for name, value, role in (
+            ("tool_calls", self.tool_calls, "assistant"),
+            ("tool_call_id", self.tool_call_id, "tool"),
+        ):
+            if value is not None and self.role != role:
+                raise ValueError(f"{name} is for messages of role {role}; this one is of role {self.role}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it."""
+        # Templates know OpenAI's role developer as system, and arguments as objects.
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls is not None:
+            calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+            for call in calls:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            message["tool_calls"] = calls
+        if self.role == "tool":
+            fields = {"name": self.name, "tool_call_id": self.tool_call_id}
+            message |= {name: value for name, value in fields.items() if value is not None}
+        return message
 
 
 TemplateKwargs = Annotated[
@@ -228,14 +351,16 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     """Body of POST /v1/chat/completions."""
 
     NEUTRAL: ClassVar = {
-        **GenerationRequest.NEUTRAL, "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-        "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+        **GenerationRequest.NEUTRAL, "tools": ([],), "functions": ([],), "function_call": ("none", "auto"),
     }  # fmt: skip
     messages: list[ChatMessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = Field(None, description="'auto' by default.")
+    parallel_tool_calls: bool = Field(True, description="Whether a reply may hold several calls.")
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     # No effect on the reply.
@@ -254,7 +379,30 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
             raise ValueError("top_logprobs need logprobs: set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name; accepted: different names")
+        choice = self.tool_choice
+        if choice not in NEITHER and not names:
+            raise ValueError("tool_choice needs tools: give tools, or leave it out")
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}; the tools are {', '.join(names)}")
+        if choice not in NEITHER and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("tool_choice forces a call, which response_format would exclude; leave out one of them")
         return self
+
+    @property
+    def callable_tools(self) -> list[FunctionDefinition]:
+        """Functions that the reply may call."""
+        if self.tool_choice == "none":
+            return []
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
+        return [tool.function for tool in self.tools or () if name in (None, tool.function.name)]
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the reply must be a call."""
+        return self.tool_choice not in NEITHER
 
 
 class TokenizeRequest(Conversation):
@@ -353,6 +501,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return server_closing()
         case TimeoutError():
             return ApiError(504, "the answer took longer than the server allows", code="timeout")
+        case GrammarConflict():
+            return invalid(f"{error}; widen the schema, or leave it out", code="no_token_left")
         case FailedClosed():
             return ApiError(500, "the model could not be steered; it gives no other answer", code="steering_failed")
         case InvalidRequest():

@@ -191,6 +191,7 @@ def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: C
         return {
             "id": engine.name, "object": "model", "created": engine.created, "owned_by": "divdec",
             "max_model_len": engine.max_model_len, "logprobs": str(options.logprobs),
+            "system_fingerprint": engine.fingerprint,
         }  # fmt: skip
 
     @app.get("/v1/models")

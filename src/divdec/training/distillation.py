@@ -35,7 +35,7 @@ from divdec.model.checkpoint import (
     vocabulary_sha256,
     vocabulary_width,
 )
-from divdec.model.loading import find_bundle, read_config
+from divdec.model.loading import bundle_identity, find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
 from divdec.runs import (
@@ -271,11 +271,7 @@ class DistillationJob:
     @property
     def identity(self) -> str:
         """Digest of the bundle's references without their folders."""
-        roles = ("target", "retain_auxiliary", "forget_auxiliary", "base", "ngram", "bridge")
-        references = {role: dict(getattr(self.config, role) or {}) for role in roles}
-        for reference in references.values():
-            reference.pop("folder", None)
-        return settings_hash(references)
+        return bundle_identity(self.config)
 
     @property
     def decides(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import socket
@@ -381,3 +382,25 @@ def test_public_address_without_api_key_gives_warning(tmp_path, capsys):
 def test_missing_vllm_error_names_install_command(served_bundle, capsys):
     assert main(["serve", str(served_bundle), "--engine", "vllm"]) == 2
     assert "pip install 'divdec[vllm]'" in one_line(capsys)
+
+
+def test_replies_say_what_answered_and_metrics_count_what_steering_changed(models, served_bundle):
+    engines = [engine_of(served_bundle), engine_of(bundle_of(models, "without effect", "linear:0"), "plain")]
+    with serving(engines) as url, httpx.Client(base_url=url) as http:
+        cards = {card["id"]: card["system_fingerprint"] for card in http.get("/v1/models").json()["data"]}
+        assert len(set(cards.values())) == 2
+        texts = {}
+        for name, fingerprint in cards.items():
+            reply = http.post(PATH, json=SHORT | {"model": name, "max_tokens": 12, "ignore_eos": True}).json()
+            assert reply["system_fingerprint"] == fingerprint
+            texts[name] = reply["choices"][0]["text"]
+        page = http.get("/metrics").text
+    counts = {
+        (name, model): float(re.search(rf'^divdec_{name}_total{{model="{model}"}} (\S+)', page, re.M)[1])
+        for name in ("positions", "changed_positions") for model in cards
+    }  # fmt: skip
+    assert counts["positions", "tiny"] == counts["positions", "plain"] == 12
+    assert counts["changed_positions", "plain"] == 0
+    assert (counts["changed_positions", "tiny"] > 0) == (texts["tiny"] != texts["plain"])
+    assert texts["tiny"] != texts["plain"]
+    assert engine_of(served_bundle).fingerprint == cards["tiny"]

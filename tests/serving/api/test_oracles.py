@@ -220,6 +220,24 @@ def echo(client):
     return shown, float(logits.log_softmax(-1)[second])
 
 
+def response_format(client):
+    """A schema of two values shows which is likelier; min_p says by how much."""
+    tokens = client.tokenizer("12", add_special_tokens=False).input_ids
+    for name in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+        messages = [{"role": "user", "content": f"{name}, how many?"}]
+        logits, _ = client.scores(client.tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids)
+        gap = float((logits[tokens[0]] - logits[tokens[1]]).abs())
+        if 0.2 < gap < 0.9:
+            break
+    schema = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"enum": [1, 2]}}}
+    fields = {"model": "tiny", "messages": messages, "n": SAMPLES, "response_format": schema}
+    texts = lambda value: {
+        choice["message"]["content"]
+        for choice in client._post("chat/completions", fields | {"min_p": value})["choices"]
+    }
+    return -math.log(client.threshold(0.1, 1.0, lambda value: len(texts(value)) == 1)), gap
+
+
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """A way to recover a log-probability, and what docs/benchmarks.md says of it."""
@@ -251,6 +269,12 @@ PROBES = {
     "repetition_penalty below 1": Probe("repetition_penalty", repetition_penalty_below_1, ""),
     "logit_bias": Probe("logit_bias", logit_bias, GAP, "refused"),
     "seed": Probe("seed", seed, "the probability of any likely token, by bisection", "only at temperature 0"),
+    "response_format": Probe(
+        "response_format",
+        response_format,
+        "which of two texts is likelier, and by `min_p` the difference",
+        "text, and json_object without tools",
+    ),
     "logprobs": Probe("logprobs", logprobs, "log-probabilities of the reply", "as the level says"),
     "top_logprobs": Probe("top_logprobs", top_logprobs, "log-probabilities of the reply", "as the level says"),
     "echo": Probe("echo", echo, "with `logprobs`, log-probabilities of any text", "without `logprobs`"),
@@ -260,9 +284,9 @@ RANKS = ("top_k", "n", "best_of")
 # Fields that end a reply, format it, or have no effect.
 OTHERS = {
     "model", "prompt", "messages", "stop", "ignore_eos", "max_tokens", "max_completion_tokens", "stream",
-    "stream_options", "return_tokens_as_token_ids", "user", "response_format", "modalities", "store", "metadata",
+    "stream_options", "return_tokens_as_token_ids", "user", "modalities", "store", "metadata",
     "service_tier", "safety_identifier", "prompt_cache_key", "add_generation_prompt", "continue_final_message",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "tools", "parallel_tool_calls",
 }  # fmt: skip
 
 
@@ -274,7 +298,7 @@ def guarded(request, served_bundle):
 
 def test_every_field_has_been_tried():
     fields = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
-    assert fields == OTHERS | {*RANKS} | {probe.field for probe in PROBES.values()}, (
+    assert fields == OTHERS | {*RANKS, "tool_choice"} | {probe.field for probe in PROBES.values()}, (
         "try to recover a log-probability with the field that is new"
     )
 
@@ -306,6 +330,7 @@ def test_documentation_has_the_table():
     rows = [
         "| field | what a client computes with it at `full` | accepted below `full` |\n|---|---|---|",
         *(probe.row for probe in PROBES.values() if probe.shows),
+        "| `tool_choice` | the same of arguments | none and auto |",
         f"| {ranks} | which tokens are likelier; frequencies in samples | yes |",
         "| all others | nothing that the text does not show | yes |",
     ]

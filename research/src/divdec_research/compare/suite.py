@@ -12,7 +12,6 @@ import numpy as np
 from divdec.data.formatting import Format
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import privleak
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
@@ -32,6 +31,7 @@ from divdec_research.suites.aggregate import (
     needed,
     tofu_figures,
 )
+from divdec_research.suites.metrics import privleak
 from divdec_research.suites.muse import MuseData, evaluate_muse
 from divdec_research.suites.tofu import TofuData, evaluate_tofu
 

@@ -2,25 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from divdec.data.records import read_records
+from divdec.options import read_template_kwargs
 from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
-from divdec.runs import write_json, write_text
+from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json, write_text
 from divdec_research.report.charts import Band, band_panels
 from divdec_research.report.scores import best_index
+from divdec_research.suites.aggregate import Bootstrap
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
     from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
 
+    from divdec.model.modeling import DivergenceForCausalLM
     from divdec_research.gradient_depth import LayerDepth
+    from divdec_research.settings import GradientDepthSettings
 
 RESULT, PLOT = "depth.json", "depth.svg"
 SETS = {"forget": SERIES_STYLES[1], "retain": SERIES_STYLES[0]}
 TITLES = {"attention": "attention", "mlp": "MLP"}
+
+
+def run_gradient_depth(
+    settings: GradientDepthSettings,
+    load: Callable[[], tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]],
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure a bundle's gradients, and write them into the output folder.
+
+    Args:
+        settings: what is measured, and where the result goes.
+        load: loads the bundle, after the output folder and the data are checked.
+        report: receives lines of progress.
+
+    Returns:
+        The content of depth.json.
+
+    Raises:
+        UsageError: a setting, the data or the bundle is not accepted, or the output would replace something else.
+    """
+    from divdec.data.formatting import Format, encode_set
+    from divdec_research.gradient_depth import check_teacher, decoder_parts, draw_examples, gradient_depth
+
+    output, bootstrap = Path(settings.output).expanduser(), Bootstrap(seed=settings.seed)
+    check_output(output, settings.overwrite, _is_depth)
+    sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
+    model, tokenizer = load()
+    check_teacher(model.steering)
+    decoder_parts(model.target)
+    positions = model.config.max_position_embeddings
+    longest = settings.max_length if positions is None else min(settings.max_length, positions)
+    kwargs = read_template_kwargs(settings.chat_template_kwargs)
+    form = Format(system_prompt=settings.system_prompt, max_length=longest, chat_template_kwargs=kwargs)
+    examples = {
+        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
+        for name, records in sets.items()
+    }
+    for name, drawn in examples.items():
+        report(f"{name} set: {sets[name].label}, {len(drawn)} examples")
+    norms = gradient_depth(
+        model, tokenizer, examples, temperature=settings.temperature, direction=settings.direction,
+        batch_size=settings.batch_size, bootstrap=bootstrap, title="gradients",
+    )  # fmt: skip
+    about = {
+        "steering": str(model.steering),
+        "temperature": settings.temperature,
+        "direction": settings.direction,
+        "batch_size": settings.batch_size,
+        "level": bootstrap.level,
+        "draws": bootstrap.draws,
+        "sets": {name: records.label for name, records in sets.items()},
+        "peak_layers": {" ".join(column): layer for column, layer in peaks(depth_frame(norms)).items()},
+    }
+    with output_folder(output, settings.overwrite, _is_depth) as folder:
+        content = write_depth(folder, norms, about, bootstrap.level)
+        write_json(folder / RECORD, record("gradient-depth", settings, **about))
+    return content
+
+
+def _is_depth(folder: Path) -> bool:
+    return (read_record(folder) or {}).get("verb") == "gradient-depth"
 
 
 def write_depth(folder: Path, rows: Sequence[LayerDepth], about: dict[str, Any], level: float) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import EPSILON, holdout_wins, prob_mean
+from divdec.evaluation.metrics import holdout_wins
 from divdec.evaluation.results import Results
+from divdec_research.suites.metrics import EPSILON, prob_mean
 from divdec_research.suites.results import GROUPS
 
 Figure = int | float | np.ndarray  # a figure read from JSON may be an integer

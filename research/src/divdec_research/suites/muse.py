@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import exact_memorization, extraction_strength, min_k, rouge
+from divdec.evaluation.metrics import min_k, rouge
 from divdec.evaluation.questions import (
     QuestionFormat,
     continuation,
@@ -28,6 +28,7 @@ from divdec.evaluation.questions import (
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.runs import settings_hash
+from divdec_research.suites.metrics import exact_memorization, extraction_strength
 from divdec_research.suites.settings import MuseSettings
 from divdec_research.suites.tofu import (
     BenchmarkSuite,

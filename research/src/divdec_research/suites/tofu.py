@@ -17,27 +17,26 @@ from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, own, together
-from divdec.evaluation.metrics import (
-    attack_auc,
-    closer_to_1_better,
-    exact_memorization,
-    extraction_strength,
-    forget_quality,
-    membership_scores,
-    normalised_probability,
-    privleak,
-    prob_mean,
-    rouge,
-    true_better,
-    truth_ratio,
-)
+from divdec.evaluation.metrics import attack_auc, membership_scores, rouge
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
 from divdec.evaluation.results import Results, numbered, write_results
-from divdec.evaluation.scoring import EvaluatedModel, ItemScore, gradient_norm, score
+from divdec.evaluation.scoring import EvaluatedModel, ItemScore, score
 from divdec.model.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model
 from divdec.runs import settings_hash
 from divdec_research.suites.aggregate import UTILITY_PARTS
 from divdec_research.suites.fluency import FLUENCY_CLASSIFIER, Fluency
+from divdec_research.suites.metrics import (
+    closer_to_1_better,
+    exact_memorization,
+    extraction_strength,
+    forget_quality,
+    gradient_norm,
+    normalised_probability,
+    privleak,
+    prob_mean,
+    true_better,
+    truth_ratio,
+)
 from divdec_research.suites.results import read_results, write_openunlearning
 from divdec_research.suites.settings import BenchmarkSettings, TofuSettings
 

@@ -1,0 +1,97 @@
+"""`divdec calibrate`: measure a bundle, choose its rule, and write the rule into it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from divdec.data.formatting import Format
+from divdec.data.records import read_records
+from divdec.evaluation.choice import RuleChoice, choose_rule
+from divdec.evaluation.run import parse_sweep
+from divdec.evaluation.settings import CalibrationSettings
+from divdec.evaluation.suppression import SuppressionThreshold, measure_suppression
+from divdec.model.bundle import rewrite_steering
+from divdec.options import read_template_kwargs
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
+SWEEP = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,100,200,500")
+"""The default candidates of `--reference q`, mild before strong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """The measured settings, and whether the best of them was written into the bundle."""
+
+    choice: RuleChoice
+    suppression: SuppressionThreshold
+    written: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        choice, content = self.choice, self.choice.to_dict()
+        return {
+            "chosen": content["best"],
+            "faults": content["faults"],
+            "written": self.written,
+            "leak_check": {
+                "asked": choice.asked,
+                "steered": round((choice.best.leaked or 0.0) * choice.asked),
+                "retain_auxiliary": round(choice.guessed * choice.asked),
+                "unanswered": round(choice.best.unanswered * choice.asked),
+            },
+            "reference": choice.reference,
+            "target": content["target"],
+            "points": content["settings"],
+            "suppression": dataclasses.asdict(self.suppression),
+        }
+
+
+def calibrate_bundle(
+    settings: CalibrationSettings, load: Callable[[], tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]]
+) -> Calibration:
+    """Measure the settings of a sweep, choose one, and write it into the bundle if that is asked for.
+
+    Raises:
+        UsageError: a set cannot be read, a setting does not fit the bundle, or the bundle does not load.
+    """
+    form = Format(
+        system_prompt=settings.system_prompt,
+        max_length=settings.max_length,
+        chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
+    )
+    sweep = settings.sweep or (SWEEP if settings.reference == "q" else ())
+    candidates = parse_sweep(sweep, allow_negative=settings.allow_negative) if sweep else None
+    sets = {name: read_records(source, limit=settings.limit) for name, source in settings.sets().items()}
+    model, tokenizer = load()
+    if candidates is not None:
+        candidates = _fitting(candidates, model, keep_all=bool(settings.sweep))
+    choice = choose_rule(
+        model, tokenizer, sets, candidates, min_retain=1 - settings.retain_drop(), max_records=None, form=form,
+        batch_size=settings.batch_size, progress=True,
+    )  # fmt: skip
+    # Measured first: an error leaves the bundle as it was.
+    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=settings.batch_size)
+    faults = choice.faults
+    written = settings.write and (settings.force or not faults)
+    if written:
+        row = f"not as it should (written with --force): {'; '.join(faults)}" if faults else str(choice)
+        rewrite_steering(settings.bundle, choice.best.steering, row)
+    return Calibration(choice, suppression, written)
+
+
+def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, keep_all: bool) -> list[Steering]:
+    """Return candidates with the bundle's eligible vocabulary; those of the default that do not fit it are left out."""
+    vocabulary = model.steering.vocabulary
+    candidates = [dataclasses.replace(candidate, vocabulary=vocabulary) for candidate in candidates]
+    if not keep_all:  # vocabularies may be smaller than the largest k of the default
+        candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
+    for candidate in candidates:
+        candidate.check_vocabulary(model.vocab_size)
+    return candidates

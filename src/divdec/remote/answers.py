@@ -1,0 +1,108 @@
+"""Answers to many prompts, several at a time. A stopped run keeps the finished ones."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from divdec.errors import UsageError
+from divdec.options import Decoding
+from divdec.remote.target import RemoteAnswer, RemoteTarget
+from divdec.runs import LOCK, ResumableOutput, lock_file, unlock_file
+
+
+@contextlib.contextmanager
+def resumable_answers(file: Path | None, fingerprint: str) -> Iterator[ResumableOutput]:
+    """Open the finished answers of a stopped run beside the output; they are removed when the block succeeds.
+
+    Raises:
+        UsageError: another process writes the output, or the answers have another fingerprint.
+    """
+    if file is None:
+        yield ResumableOutput(None)
+        return
+    busy = f"another `divdec remote` is writing {file}; wait for it, or give another --output"
+    lock = lock_file(file.with_name(f".{file.name}{LOCK}"), busy)
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        yield ResumableOutput(partial, fingerprint)
+        partial.unlink()
+    finally:
+        unlock_file(lock)
+
+
+def stream_answer(
+    target: RemoteTarget, prompt: Sequence[int], decoding: Decoding, number: int = 0, answer: RemoteAnswer | None = None
+) -> Iterator[str]:
+    """Answer a prompt of a run, whose number gives it its seed; see `RemoteTarget.stream`."""
+    return target.stream(
+        prompt, decoding.max_new_tokens, temperature=decoding.temperature, seed=(decoding.seed + number) % 2**32,
+        stop=decoding.stop, answer=answer,
+    )  # fmt: skip
+
+
+def answer_prompts(
+    target: RemoteTarget,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Any],
+    decoding: Decoding,
+    concurrency: int,
+    answers: ResumableOutput,
+) -> Iterator[dict[str, Any]]:
+    """Yield answers in the prompts' order, from several requests at a time; `answers` stores each complete one."""
+    stopped = threading.Event()
+
+    def answer(number: int) -> dict[str, Any]:
+        if number in answers and answers.items[number]["row"]["prompt"] == texts[number]:
+            return answers.items[number]["row"]
+        result = RemoteAnswer()
+        for _ in stream_answer(target, prompts[number], decoding, number, result):
+            if stopped.is_set():
+                raise UsageError("stopped")
+        row = {
+            "prompt": texts[number],
+            "text": result.text,
+            "finish_reason": result.finish_reason,
+            "tokens": [
+                {"id": choice.token, "gap": choice.gap, "total_variation": choice.total_variation}
+                for choice in result.choices
+            ],
+            "exact_tokens": result.exact_tokens,
+            "steering": str(target.steering),
+        }
+        answers.add({"key": number, "row": row})
+        return row
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        tasks = [pool.submit(answer, number) for number in range(len(prompts))]
+        try:
+            for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
+                yield task.result()
+        except KeyboardInterrupt:  # after an error the other answers are completed and stored
+            stopped.set()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def usage_text(target: RemoteTarget) -> str:
+    """Describe requests, tokens and the exactness of all answers so far in a line."""
+    counts, choices = target.completions.usage, target.choices
+    repeated = f", {counts.retries} of them repeated" if counts.retries else ""
+    exact = sum(choice.exact for choice in choices)
+    line = (
+        f"{len(choices)} tokens by {counts.requests} requests{repeated} ({counts.prompt_tokens} prompt tokens, "
+        f"{counts.answer_tokens} answer tokens); {exact} proved to be the steered model's"
+    )
+    if exact < len(choices):
+        gap, distance = (max(getattr(choice, name) for choice in choices) for name in ("gap", "total_variation"))
+        line += f"; the others at most {gap:.3g} nats or a total variation of {distance:.3g} off"
+    return line

@@ -1,0 +1,142 @@
+"""State of the installation and of a bundle, for `divdec doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from divdec.errors import UsageError
+from divdec.extras import EXTRAS, missing
+from divdec.runs import versions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from divdec.model.modeling import DivergenceForCausalLM
+
+
+def describe_installation() -> dict[str, Any]:
+    """Return versions of libraries, devices, and which extras are installed."""
+    return {"versions": versions(), "devices": _devices(), "extras": {extra: not missing(extra) for extra in EXTRAS}}
+
+
+def try_bundle(
+    name: str, load: Callable[[str], tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]], text: str | None = None
+) -> dict[str, Any]:
+    """Load a bundle and run it once; return its parts, or the reason why it does not load.
+
+    Args:
+        name: the bundle.
+        load: loads model and tokenizer.
+        text: texts whose coverage by the vocabulary map of a bridge is measured.
+
+    Raises:
+        UsageError: there is a text, and the experts have the target's tokenizer.
+    """
+    import torch
+
+    try:
+        model, tokenizer = load(name)
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[0, 1]], device=model.device))
+    except Exception as error:  # any error is a reason why the bundle does not load
+        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        return {"name": name, "loads": False, "why_not": f"{kind}{error}"}
+    experts: list[Any] = getattr(model.experts, "parts", [model.experts])
+    content: dict[str, Any] = {
+        "name": name,
+        "loads": True,
+        "steering": model.rule,
+        "measured": measured_text(model),
+        "vocabulary": model.vocab_size,
+        "parameters": {"target": model.target.num_parameters(), **_parameters(experts)},
+        "experts": [type(part).__name__ for part in experts],
+    }
+    if model.takedowns is not None:
+        state = model.takedowns.snapshot().state
+        content["takedowns"] = f"{len(state.entries)} requests in force at strength {state.strength:g}"
+    return content | _bridge(experts, tokenizer, text) | {"chat_template": bool(tokenizer.chat_template)}
+
+
+def measured_text(model: DivergenceForCausalLM) -> str:
+    """Return what a bundle's rule was measured to do, and whether another rule or a registry is used."""
+    measured, rule = model.config.measured, str(model.steering)
+    if not measured:
+        return "not measured"
+    other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
+    takedowns = "" if model.takedowns is None else "; the takedown requests in force are not part of it"
+    return f"{measured['result']}{other}{takedowns}"
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cpu_threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "bfloat16_gpu": bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
+        "mps": torch.backends.mps.is_available(),
+        "offline": os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"),
+    }
+
+
+def _bridge(experts: list[Any], tokenizer: Any, text: str | None) -> dict[str, Any]:
+    """Return the shares of the vocabulary, and of texts, that a pair with another tokenizer reaches."""
+    maps = [part.map for part in experts if hasattr(part, "map")]
+    if not maps:
+        if text is not None:
+            raise UsageError("--text measures a bridge, and the bundle's experts have the target's tokenizer")
+        return {}
+    content = {"bridge": dataclasses.asdict(maps[0].coverage())}
+    if text is not None:
+        from divdec.data.formatting import documents
+        from divdec.data.records import read_records
+
+        ids = [token for document in documents(read_records(text), tokenizer) for token in document]
+        content["bridge_of_text"] = dataclasses.asdict(maps[0].coverage(ids))
+    return content
+
+
+def _parameters(experts: list[Any]) -> dict[str, int]:
+    """Return the number of parameters of each neural auxiliary."""
+    return {
+        f"{name}_auxiliary": getattr(part, name).num_parameters()
+        for part in experts
+        for name in ("retain", "forget")
+        if hasattr(getattr(part, name, None), "num_parameters")
+    }
+
+
+def diagnosis_text(content: dict[str, Any]) -> str:
+    """Return the state of the installation and of the bundle in lines of text."""
+    lines = ["versions"]
+    lines += [f"  {name:<14}{version or 'not installed'}" for name, version in content["versions"].items()]
+    lines.append("devices")
+    lines += [f"  {name:<14}{_plain(value)}" for name, value in content["devices"].items()]
+    lines.append("extras")
+    lines += [
+        f"  {name:<14}{'works' if works else f'''not installed: pip install 'divdec[{name}]' '''.strip()}"
+        for name, works in content["extras"].items()
+    ]
+    if bundle := content.get("bundle"):
+        lines.append(f"bundle {bundle['name']}")
+        if bundle["loads"]:
+            skipped = ("name", "loads")
+            lines += [f"  {name:<14}{_plain(value)}" for name, value in bundle.items() if name not in skipped]
+            lines.append("  loads")
+        else:
+            lines.append(f"  does not load: {bundle['why_not']}")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict) and all(isinstance(number, float) for number in value.values()):
+        return ", ".join(f"{name} {number:.1%}" for name, number in value.items())
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

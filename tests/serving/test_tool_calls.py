@@ -1,0 +1,80 @@
+"""Tool calls are read from a reply's text however it is cut, and no tag reaches the content."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divdec.serving.tools import HERMES, ToolCallParser
+from support.tools import CLOCK, WEATHER
+
+TOOLS = [WEATHER, CLOCK]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo \\u00e9", "note": "</b> {}"}}\n</tool_call>'
+OTHER = '<tool_call>{"arguments": {}, "name": "clock"}</tool_call>'
+ARGUMENTS = {"city": "Oslo é", "note": "</b> {}"}
+# A form with another tag and JSON that the template reads itself.
+OWN = {
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "tool_calls": {
+            "open": "[CALL]", "close": "[/CALL]", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}  # fmt: skip
+
+
+def read(text, cuts=(), template=HERMES, prompt="", **options):
+    parser = ToolCallParser(template, prompt, TOOLS, **options)
+    edges = [0, *sorted(cuts), len(text)]
+    outputs = [parser.feed(text[start:end]) for start, end in itertools.pairwise(edges)] + [parser.feed("", last=True)]
+    calls = [call for _, calls in outputs for call in calls]
+    assert calls == parser.calls
+    assert len({call["id"] for call in calls}) == len(calls)
+    functions = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    return "".join(content for content, _ in outputs), functions
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("Just text.\n", "Just text.\n", []),
+        ("1 < 2 and <tool> or <tool_cal", "1 < 2 and <tool> or <tool_cal", []),
+        (CALL, "", [("weather", ARGUMENTS)]),
+        (f"I look.\n{CALL}\n{OTHER}\n", "I look.", [("weather", ARGUMENTS), ("clock", {})]),
+        (f"{CALL} So.", " So.", [("weather", ARGUMENTS)]),
+        ("<tool_call>{no JSON}</tool_call>", "{no JSON}", []),
+        ('A <tool_call>{"name": "weather", "argu', 'A{"name": "weather", "argu', []),
+        ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', '{"name": "rm", "arguments": {}}', []),
+        ('<tool_call>{"name": "clock", "arguments": 1}</tool_call>', '{"name": "clock", "arguments": 1}', []),
+        ("<tool_call>[]</tool_call>" + OTHER, "[]", [("clock", {})]),
+    ],
+)
+@given(data=st.data())
+def test_calls_are_read_from_any_pieces(text, content, calls, data):
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read(text, cuts) == (content, calls)
+
+
+@given(st.text(alphabet='<>/_tol_ca{}"\n x', max_size=60))
+def test_content_has_no_whole_tag(text):
+    content, calls = read(f"{text}{OTHER}")
+    assert "<tool_call>" not in content
+    assert calls[-1:] == [("clock", {})] or "<tool_call>" in text
+
+
+def test_only_the_first_call_is_read_without_parallel_calls():
+    assert read(CALL + OTHER, parallel=False) == ("", [("weather", ARGUMENTS)])
+
+
+def test_the_tokenizers_own_template_is_used():
+    call = '[CALL]{"name": "weather", "arguments": {"city": "Rome"}}[/CALL]'
+    assert read(f"See: {call}", template=OWN) == ("See: ", [("weather", {"city": "Rome"})])
+    assert read("Well [CALL]{bad}[/CALL] and on", template=OWN) == ("Well {bad} and on", [])
+    assert read(f"[CALL]{{bad}}[/CALL]{call}", template=OWN) == ("{bad}", [("weather", {"city": "Rome"})])
+    # A prompt may begin the call.
+    rest = call.removeprefix("[CALL]")
+    assert read(rest, template=OWN, prompt="<|user|>?<|assistant|>[CALL]") == ("", [("weather", {"city": "Rome"})])
