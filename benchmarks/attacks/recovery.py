@@ -57,8 +57,8 @@ from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
-from divdec_research.baselines.methods import REFERENCES as REFERENCE_METHODS
-from divdec_research.baselines.methods import TITLES
+from divdec_research.baselines.table import REFERENCES as REFERENCE_METHODS
+from divdec_research.baselines.table import TITLES
 from divdec_research.compare.benchmark import Benchmark, load_benchmarks, spread
 from divdec_research.compare.run import build_model, load_trial
 from divdec_research.compare.settings import CompareSettings, Trial

@@ -38,7 +38,7 @@ from divdec.evaluation.scoring import score
 from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 from divdec.runs import cache_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
-from divdec_research.baselines.methods import REFERENCES, TITLES
+from divdec_research.baselines.table import REFERENCES, TITLES
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.settings import CompareSettings, Trial, trials_of
 from divdec_research.report.tables import markdown_table

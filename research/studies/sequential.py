@@ -43,9 +43,9 @@ from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_
 from divdec.steering import Steering
 from divdec.training.distillation import distill
 from divdec.training.settings import DistillationSettings
-from divdec_research.baselines.methods import METHODS as BASELINES
 from divdec_research.baselines.run import MODEL, run_baseline
 from divdec_research.baselines.settings import BaselineSettings
+from divdec_research.baselines.table import METHODS as BASELINES
 from divdec_research.compare.benchmark import TOFU_SMALL
 from divdec_research.compare.muse_news import passages
 from divdec_research.figures.runs import distance_figure

@@ -39,7 +39,7 @@ from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
 from divdec.training.shrinking import shrink
-from divdec_research.baselines.methods import REFERENCES, TITLES
+from divdec_research.baselines.table import REFERENCES, TITLES
 from divdec_research.compare.benchmark import spread
 from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of

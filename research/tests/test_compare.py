@@ -18,7 +18,7 @@ from divdec.data.records import read_records, record_set
 from divdec.evaluation.results import Results
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
-from divdec_research.baselines.methods import METHODS, TITLES
+from divdec_research.baselines.table import METHODS, TITLES
 from divdec_research.compare import run, suite
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.run import build_model, compare_methods

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from divdec.cli import main
-from divdec_research.baselines.methods import METHODS
 from divdec_research.baselines.settings import HelpedSettings
+from divdec_research.baselines.table import METHODS
 from divdec_research.world.models import Shape, new_model
 from support.stopping import stopping_at
 

@@ -31,7 +31,7 @@ from divdec.runs import file_sha256, folder_digests, read_json, settings_hash
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from divdec.experts.correction import Correction
     from divdec.experts.neural import NeuralPair
@@ -232,7 +232,7 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
     return download(str(name_or_path), revision, weights=True, **download_options)
 
 
-def bundle_identity(config: DivergenceConfig) -> str:
+def bundle_identity(config: PreTrainedConfig) -> str:
     """Return a digest of the parts that a bundle refers to, which does not depend on where they lie."""
     roles = (*PARTS, BASE, "ngram", "bridge", "registry")
     references = {role: dict(getattr(config, role) or {}) for role in roles}

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.options import Printing
 from divdec_research.baselines.method import Method
-from divdec_research.baselines.methods import METHODS
+from divdec_research.baselines.table import METHODS
 from divdec_research.bench.settings import BenchSettings, LatencySettings
 from divdec_research.compare.settings import CompareSettings
 

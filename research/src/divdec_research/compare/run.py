@@ -46,8 +46,8 @@ from divdec.training.settings import AuxiliarySettings, DistillationSettings
 from divdec_research.baselines import auto  # noqa: F401  composites load
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel
-from divdec_research.baselines.methods import METHODS, REFERENCES
 from divdec_research.baselines.run import build_method
+from divdec_research.baselines.table import METHODS, REFERENCES
 from divdec_research.compare.benchmark import Benchmark, check_inputs, load_benchmarks
 from divdec_research.compare.settings import CompareSettings, Trial, trials_of
 from divdec_research.compare.table import (

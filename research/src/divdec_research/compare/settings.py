@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from divdec.errors import UsageError
 from divdec.runs import settings_hash
-from divdec_research.baselines.methods import METHODS, TITLES
+from divdec_research.baselines.table import METHODS, TITLES
 from divdec_research.ranges import CheckedSettings, Count, Natural
 from divdec_research.suites.settings import Variant
 

@@ -16,7 +16,7 @@ from divdec.evaluation.results import Results
 from divdec.report.page import write_page
 from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
 from divdec.runs import write_json, write_text
-from divdec_research.baselines.methods import DIVDEC, REFERENCES, TITLES, Kind, kind_of
+from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES, Kind, kind_of
 from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import ComparisonSuite
 from divdec_research.report.charts import Bar, LeakCurve, bars, leak_curves

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from divdec.report.style import BY_NAME, LINEAR, OTHERS, PAPER, RANK, RETRAIN, SERIES_STYLES, TEXT, SeriesStyle
-from divdec_research.baselines.methods import DIVDEC
+from divdec_research.baselines.table import DIVDEC
 from divdec_research.figures.registry import FigureRequest, FigureResult, missing_data, register
 from divdec_research.figures.results import (
     MethodResult,

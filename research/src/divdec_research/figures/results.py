@@ -11,7 +11,7 @@ from typing import Any
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY, Results
 from divdec.runs import read_json
-from divdec_research.baselines.methods import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
+from divdec_research.baselines.table import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec_research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec_research.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
 from divdec_research.suites.aggregate import AGGREGATES, Bootstrap

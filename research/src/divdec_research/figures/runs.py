@@ -16,7 +16,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY
 from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
 from divdec.runs import RECORD, read_json, read_record
-from divdec_research.baselines.methods import DIVDEC, REFERENCES, TITLES
+from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES
 from divdec_research.bench.results import compute_figure, latency_figure
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results

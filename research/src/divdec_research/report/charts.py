@@ -25,7 +25,7 @@ from divdec.report.style import (
     svg_text,
     themed,
 )
-from divdec_research.baselines.methods import Kind as MethodKind
+from divdec_research.baselines.table import Kind as MethodKind
 
 if TYPE_CHECKING:
     from markupsafe import Markup
