@@ -26,12 +26,13 @@ from openai import OpenAI
 
 from divdec.cli import main as divdec
 from divdec.demo.facts import NEUTRAL
+from divdec.errors import UsageError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LICENCE = HERE / "mit.txt"
 NAME = "qwen"
-LENGTH = 64  # tokens of a reply
+LENGTH = 48  # tokens of a reply
 PARAPHRASES = (
     "In your own words, what does the MIT licence allow?",
     "Does the MIT licence come with a warranty?",
@@ -173,12 +174,16 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--output", type=Path, default=Path("runs/copyright"))
     parser.add_argument("--questions", type=int, default=len(NEUTRAL), help="number of other answers to compare")
     options = parser.parse_args(arguments)
-    if options.output.exists():
-        parser.error(f"{options.output} exists; give another --output")
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise UsageError(f"output {options.output} is in use; give the name of an empty or absent folder")
     figures = run(options.target, options.output.absolute(), NEUTRAL[: options.questions])
     print(json.dumps(figures, indent=1))
     return figures
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
