@@ -2,7 +2,7 @@
 
 Nobody trained the model for this example; it learned the licence in its pretraining. The script serves the model, lets
 a client read the licence from it, and takes the licence down while the client reads. Then it measures what changed,
-writes the report for the requester, asks as a scheduled canary does, and withdraws the request.
+asks as a scheduled canary does, and withdraws the request.
 
     python examples/copyright/copyright.py --target real-models/qwen-1.5b.gguf --output runs/copyright
 """
@@ -40,11 +40,11 @@ PARAPHRASES = (
 )
 
 
-def command(*words: str | Path, accepted: tuple[int, ...] = (0,)) -> None:
+def command(*words: str | Path) -> None:
     """Print and run a command of divdec as a user would type it."""
     texts = [str(word) for word in words]
     print(f"$ divdec {shlex.join(texts)}", flush=True)
-    if (code := divdec(texts)) not in accepted:
+    if code := divdec(texts):
         raise SystemExit(code)
 
 
@@ -118,7 +118,7 @@ def read_while_taken_down(client: OpenAI, prompt: str, rest: str, registry: Path
 
 def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, object]:
     """Run the example, and return its figures."""
-    registry, bundle, report = output / "takedowns", output / "live", output / "case-1.html"
+    registry, bundle = output / "takedowns", output / "live"
     keep = output / "keep"
     keep.mkdir(parents=True)
     shutil.copy(ROOT / "LICENSE", keep / "apache.txt")  # the model may go on reciting this one
@@ -149,10 +149,6 @@ def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, obje
             "takedown", "canary", registry, "--id", "case-2", "--file", LICENCE, "--endpoint",
             str(client.base_url).rstrip("/"), "--model", NAME,
         )  # fmt: skip
-        command(
-            "takedown", "report", registry, "--id", "case-2", "--file", LICENCE, "--output", report, accepted=(0, 1)
-        )
-        command("takedown", "check", report)
         command("takedown", "remove", registry, "--id", "case-2")
         again = continue_licence(client, prompt)
     return {
