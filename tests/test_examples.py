@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from divdec.training.settings import TrainingSettings
 from divdec_research.world.models import Shape
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("takedown", "backtest", "guardrail")
+NAMES = ("copyright", "takedown", "backtest", "guardrail")
 BRIEF = TrainingSettings(epochs=0.2, learning_rate=1e-3, batch_size=32)
 
 
@@ -231,3 +232,17 @@ class TestNotebook:
         target, steered = ([int(word.split()[0]) for word in row[1:] if word.strip()] for row in figures)
         assert steered[0] < target[0]  # the forget set
         assert steered[2] >= 0.8 * target[2]  # the retain set
+
+
+@pytest.mark.slow
+def test_copyright_of_a_pretrained_model(cached):
+    """A real model recites a text of its pretraining, a takedown stops it, and withdrawing the takedown restores it."""
+    folder = os.environ.get("DIVDEC_MODELS")
+    if not folder:
+        pytest.skip("the real model is not at hand: set DIVDEC_MODELS to the folder of qwen-0.5b.gguf")
+    target = str(Path(folder) / "qwen-0.5b.gguf")
+    found = script("copyright").main(["--target", target, "--output", str(cached), "--questions", "2"])
+    before, _, after, again = found["words recited before, while reading, after, and when withdrawn"]
+    assert before > 20
+    assert after < 5
+    assert again == before
