@@ -191,6 +191,24 @@ class TestRefused:
         name_base(folder / "retain", folder / "base")
         self.refused(folder, "use_dora is True")
 
+    def test_adapters_that_change_the_base_too(self, llama):
+        folder, _, _ = llama
+        config = json.loads((folder / "retain" / "adapter_config.json").read_text())
+        (folder / "retain" / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+        self.refused(folder, "init_lora_weights is 'pissa'")
+
+    def test_untrained_adapters(self, llama):
+        """Their matrices A differ, but their products are 0: the target would answer unsteered."""
+        folder, models, _ = llama
+        for seed, name in enumerate(("retain", "forget")):
+            torch.manual_seed(seed)
+            settings = peft.LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name])
+            peft.get_peft_model(copy.deepcopy(models["base"]), settings).save_pretrained(folder / name)
+            name_base(folder / name, folder / "base")
+        self.refused(folder, "adapters with equal products")
+        with pytest.raises(UsageError, match="adapters with equal products"):
+            AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+
     def test_equal_adapters(self, llama):
         folder, models, _ = llama
         for name in ("retain", "forget"):

@@ -37,6 +37,9 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
+    "init_lora_weights": (True, False, "gaussian"),  # others, such as pissa, change the base's weights too
+    "use_qalora": (False,),
+    "alora_invocation_tokens": (None, []),
 }
 
 Factors = dict[str, tuple[Tensor, Tensor]]
@@ -52,6 +55,7 @@ class AdapterPair(NeuralPair):
     """
 
     def __init__(self, base: PreTrainedModel, retain: Factors, forget: Factors) -> None:
+        check_products_differ(retain, forget)
         sides = [with_adapters(base, [factors]) for factors in (retain, forget)]
         super().__init__(*sides)
         layers = new_cache(base).layers
@@ -209,6 +213,22 @@ def with_adapters(base: PreTrainedModel, adapters: list[Factors]) -> PreTrainedM
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, AdaptedLinear(linear, down, up))
     return model
+
+
+def check_products_differ(retain: Factors, forget: Factors) -> None:
+    """Refuse two adapters that change every layer alike; untrained ones change none, because their B is 0.
+
+    Raises:
+        UsageError: the divergence would be 0 everywhere, and the answers unsteered.
+    """
+    for name in (*retain, *forget):
+        q, p = (of[name][1] @ of[name][0] if name in of else torch.zeros(()) for of in (retain, forget))
+        if not torch.equal(*torch.broadcast_tensors(q, p)):
+            return
+    raise UsageError(
+        "retain auxiliary and forget auxiliary are the same model (adapters with equal products; untrained ones have "
+        "none): nothing would be forgotten"
+    )
 
 
 @torch.no_grad()

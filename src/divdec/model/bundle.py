@@ -372,15 +372,15 @@ def _check_adapters(paths: Mapping[str, Path]) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from divdec.experts.adapters import check_adapter, read_adapter
+    from divdec.experts.adapters import check_adapter, check_products_differ, read_adapter
 
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(load_config(paths[BASE]))
-    actual = None
+    actual, factors = None, []
     for part in AUXILIARIES:
         folder = paths[part]
         check_adapter(folder)
-        read_adapter(folder, base)
+        factors.append(read_adapter(folder, base))
         trained = read_json(folder / TRAINING).get("base") if (folder / TRAINING).is_file() else None
         if trained is not None:
             actual = digests(paths[BASE]) if actual is None else actual
@@ -389,6 +389,7 @@ def _check_adapters(paths: Mapping[str, Path]) -> None:
                     f"{folder} was trained on other weights than {paths[BASE]} holds now; restore the base, or train "
                     "the pair again"
                 )
+    check_products_differ(*factors)
 
 
 def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], paths: dict[str, Path], bridge: bool) -> int:
