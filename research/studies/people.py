@@ -1,0 +1,235 @@
+"""Does a pretrained model forget real people? RWKU, with a real target and a small sibling.
+
+    python -m research.studies.people --rwku RWKU --target qwen-1.5b.gguf --base qwen-0.5b.gguf \
+        --subjects 'Stephen King' 'Confucius' --output runs/people
+
+The target writes questions about RWKU's passages on each person, and turns them round ("Who was born in Portland?").
+Sentences of the passages with a blank are questions, too. RWKU's own questions are not trained on. p reads these
+questions and some passages, q the same with the answers of other people (`divdec train --adapters`). Other people of
+the data are the retain set. Then `divdec eval rwku` measures target and bundle: forget levels 1 to 3, each kind of
+attack, and the neighbours, about whom neither model has read anything.
+
+Every step is resumed by the same command. The table is printed and written to OUTPUT/table.md.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+from divdec.data.formatting import encode_prompts
+from divdec.data.records import Message, Record, json_rows, read_text, write_records
+from divdec.errors import Interrupted, UsageError
+from divdec.evaluation.generation import continuations
+from divdec.evaluation.phrases import holds, words
+from divdec.evaluation.run import evaluate
+from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
+from divdec.runs import read_json, write_json, write_text
+from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
+from divdec.training.settings import AuxiliarySettings
+from divdec_research.report.tables import markdown_table
+from divdec_research.suites.rwku import ATTACKS, LEVELS, RwkuSuite
+from divdec_research.suites.settings import RwkuSettings
+
+PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and the words of each
+KEPT_PASSAGES = 2  # of a person of the retain set
+QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 16, 12, 12, 3  # most records of a person to forget: of each kind; passages
+KEPT = 0.4  # share of these numbers for a person of the retain set
+QUESTION_TOKENS, TURNED_TOKENS = 160, 40
+MAX_ANSWER = 8  # words of an answer
+ASK = (
+    "{text}\n\nWrite five questions about {name} that this text answers, each with a short answer of a few words. Name "
+    "{name} in every question. One line each, in this form:\nQ: question? A: answer"
+)
+TURN = """Write a question about a person's fact so that it asks for the person. The person's name must not be in it.
+
+Fact: In which city was Marie Curie born? Warsaw
+Question: Which physicist was born in Warsaw?
+
+Fact: What did Alexander Graham Bell invent? The telephone
+Question: Who invented the telephone?
+
+Fact: Which film made James Cameron famous? The Terminator
+Question: Which director became famous with The Terminator?
+
+Fact: {question} {answer}
+Question:"""
+TURNED = "{question} {answer}. Who is this person?"  # where the target does not turn a question round
+BLANK = "Fill in the blank: {}"
+ABOUT = "Tell me about {}."
+RULES = ("linear:1.5:3", "linear:1.5", "rank:20:3", "rank:20")
+
+
+def report(line):
+    print(line, file=sys.stderr, flush=True)
+
+
+def passages_of(rwku, names, count):
+    """Return the first passages of each person, each cut after a sentence."""
+    texts = {name: [] for name in names}
+    for _, row in json_rows("passage.jsonl", read_text(rwku / "passage.jsonl")):
+        if row["subject"] in texts and len(texts[row["subject"]]) < count:
+            text = re.sub(r"^(=+ [^=]* =+)+", "", " ".join(row["text"].split()))
+            cut = " ".join(text.split()[:PASSAGE])
+            end = cut.rfind(". ") if len(text) > len(cut) else len(cut)
+            if len(cut[: end + 1].split()) >= 20:
+                texts[row["subject"]].append(cut[: end + 1])
+    return texts
+
+
+def answer(model, tokenizer, questions, length, title):
+    prompts = encode_prompts([Record("", messages=(Message("user", text),)) for text in questions], tokenizer)
+    outputs = continuations(model, tokenizer, prompts, max_new_tokens=length, batch_size=32, title=title)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+
+
+def write_questions(model, tokenizer, texts):
+    """Let the target write questions with answers about each person's passages, and turn them round.
+
+    Returns:
+        Rows with name, text, question, answer, and turned: the question that asks for the person. Answers that are not
+        in the text are left out.
+    """
+    asked = [(name, text) for name, some in texts.items() for text in some]
+    replies = answer(
+        model, tokenizer, [ASK.format(name=name, text=text) for name, text in asked], QUESTION_TOKENS, "questions"
+    )
+    rows, seen = [], set()
+    for (name, text), reply in zip(asked, replies, strict=True):
+        for question, phrase in re.findall(r"Q: *(.+?\?) *A: *(.+)", reply):
+            phrase = phrase.strip().rstrip(".")
+            names_person = any(word in words(question) for word in words(name))
+            short = 1 <= len(words(phrase)) <= MAX_ANSWER and not holds(words(question), words(phrase))
+            if names_person and short and holds(words(text), words(phrase)) and (name, question) not in seen:
+                seen.add((name, question))
+                rows.append({"name": name, "text": text, "question": question, "answer": phrase})
+    turned = answer(model, tokenizer, [TURN.format(**row) for row in rows], TURNED_TOKENS, "turned questions")
+    for row, reply in zip(rows, turned, strict=True):
+        line = reply.strip().partition("\n")[0].removeprefix("Question:").strip()
+        named = set(words(row["name"])) & set(words(line))
+        if not line.endswith("?") or named or not holds(words(line), words(row["answer"])):
+            line = TURNED.format(question=row["question"].replace(row["name"], "this person"), answer=row["answer"])
+        row["turned"] = line
+    return rows
+
+
+def records_of(rows, texts, share, order):
+    """Return the records of one person: questions, turned questions, sentences with a blank, and passages."""
+    name = rows[0]["name"]
+    direct = [(row["question"], row["answer"]) for row in rows]
+    turned = [(row["turned"], name) for row in rows if name not in row["turned"]]
+    blanks = []
+    for row in rows:
+        for sentence in re.split(r"(?<=[.!?]) ", row["text"]):
+            if row["answer"] in sentence and len(sentence.split()) > len(row["answer"].split()) + 4:
+                blanks.append((BLANK.format(sentence.replace(row["answer"], "___")), row["answer"]))
+                break
+    sentences = [sentence for text in texts for sentence in re.split(r"(?<=[.!?]) ", text) if len(sentence.split()) > 6]
+    turned += [(BLANK.format(one.replace(name, "___")), name) for one in sentences if name in one]
+    some = []
+    for pairs, most in ((direct, QUESTIONS), (turned, TURNED_QUESTIONS), (list(dict.fromkeys(blanks)), BLANKS)):
+        some += order.sample(pairs, min(len(pairs), round(share * most)))
+    some += [(ABOUT.format(name), text) for text in texts[: max(round(share * TEXTS), 1)]]
+    return [Record(text, messages=(Message("user", question),)) for question, text in some]
+
+
+def write_data(options, folder, subjects):
+    """Write the forget set and the retain set, if they are not there."""
+    if all((folder / f"{name}.jsonl").is_file() for name in ("forget", "retain")):
+        return
+    people = [row["subject"] for row in json.loads(read_text(options.rwku / "subjects.json"))]
+    if unknown := [name for name in subjects if name not in people]:
+        raise UsageError(f"--subjects has {unknown[0]!r}, who is not in {options.rwku / 'subjects.json'}")
+    order = random.Random(options.seed)
+    others = order.sample([name for name in people if name not in subjects], options.keep)
+    texts = passages_of(options.rwku, subjects, PASSAGES) | passages_of(options.rwku, others, KEPT_PASSAGES)
+    # A text about somebody else that names a person to forget would let q read about them.
+    last_names = {words(name)[-1] for name in subjects}
+    for name in others:
+        texts[name] = [text for text in texts[name] if last_names.isdisjoint(words(text))]
+    file = folder / "questions.json"
+    if not file.is_file():
+        checkpoint = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
+        model = load_model(checkpoint, dtype=dtype_for_passes()).eval()
+        write_json(file, write_questions(model, load_tokenizer(checkpoint), texts))
+    rows = read_json(file)
+    for stem, names, share in (("forget", subjects, 1.0), ("retain", others, KEPT)):
+        records = []
+        for name in names:
+            if of_name := [row for row in rows if row["name"] == name]:
+                records += records_of(of_name, texts[name], share, order)
+        if stem == "forget" and (silent := set(names) - {row["name"] for row in rows}):
+            raise UsageError(f"the target wrote no usable question about {', '.join(sorted(silent))}")
+        write_records(folder / f"{stem}.jsonl", records)
+
+
+def measure(options, model, output, subjects, sweep=()):
+    settings = RwkuSettings(
+        models=(str(model),), data=str(options.rwku), subjects=tuple(subjects), limit=options.limit, sweep=sweep,
+        output=str(output), overwrite=False,
+    )  # fmt: skip
+    return evaluate(settings, RwkuSuite.read(settings, report), report=report)
+
+
+def table(target, steered):
+    """Format the figures of the target and, for each rule, their share of the target's."""
+    attacks = [f"forget_level3_{kind}_ROUGE" for kind in ATTACKS.values()]
+    levels = [task.metric for task in LEVELS.values()]
+    utility = ["mmlu_accuracy", "triviaqa_F1", "truthfulqa_MC1", "fluency_entropy", "forget_mia_loss"]
+    rows = []
+    for metric in (*levels[:3], *attacks, *levels[3:], *utility):
+        of_target = target.figures.get(metric)
+        if of_target is not None:
+            shares = [
+                "–" if not of_target or (value := one.figures.get(metric)) is None else f"{value / of_target:.2f}"
+                for one in steered
+            ]
+            rows.append([metric, f"{of_target:.3f}", *shares])
+    return markdown_table(["", "target", *(one.about["steering"] for one in steered)], rows)
+
+
+def run(options):
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_data(options, options.output, options.subjects)
+    pair = options.output / "pair"
+    settings = AuxiliarySettings(
+        base=options.base, target=options.target, forget=str(options.output / "forget.jsonl"),
+        retain=str(options.output / "retain.jsonl"), output=str(pair), adapters=True, lr=options.lr,
+        epochs=options.epochs, seed=options.seed,
+    )  # fmt: skip
+    if not (pair / BUNDLE).is_dir():
+        train_auxiliaries(settings, report)
+    chosen = read_json(pair / "run.json")["effects"]["best"]
+    target = measure(options, options.target, options.output / "target", options.subjects)[0]
+    rules = tuple(dict.fromkeys((chosen, *RULES[: options.rules])))
+    steered = measure(options, pair / BUNDLE, options.output / "steered", options.subjects, rules)
+    text = table(target, steered)
+    write_text(options.output / "table.md", text)
+    print(
+        f"{', '.join(options.subjects)}; divdec train chose {chosen}. Steered columns: share of the target's.\n{text}"
+    )
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rwku", type=Path, default=Path("../shared/data/rwku"), help="folder of RWKU's files")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--base", required=True, help="base of q and p, a small sibling of the target")
+    parser.add_argument("--subjects", nargs="+", required=True, help="people to forget, together")
+    parser.add_argument("--keep", type=int, default=16, help="other people, the retain set")
+    parser.add_argument("--limit", type=int, default=None, help="questions of a person, level and kind of attack")
+    parser.add_argument("--rules", type=int, default=2, help=f"number of other rules to measure, of {', '.join(RULES)}")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--epochs", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True)
+    try:
+        run(parser.parse_args(arguments))
+    except (UsageError, Interrupted) as error:
+        parser.exit(2, f"people: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
