@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import peft
 import pytest
@@ -11,6 +12,7 @@ from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
 from divdec.errors import FailedClosed
 from divdec.experts.adapters import AdapterPair
 from divdec.experts.protocol import Inputs
+from divdec.model.hub import hub_files
 from divdec.model.loading import load_parts
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from support.exactness import assert_close, assert_same_answers
@@ -151,6 +153,42 @@ def test_merged_and_packed_bundles_answer_alike(llama):
     read_parts(str(merged), None, EngineOptions())
     with pytest.raises(UsageError, match=r"cannot be served by vLLM; merge them"):
         read_parts(str(bundle), None, EngineOptions())
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_published_adapters_name_no_folder_of_this_machine(llama, tmp_path, pack):
+    folder, models, merged = llama
+    bundle = write(folder, pack=pack)
+    ids = torch.tensor([PROMPTS[0]])
+    expected = DivergenceForCausalLM.from_pretrained(bundle)(ids).logits
+    for name, content in hub_files(bundle, "me/bundle").items():
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    published = [tmp_path / "hub", *([bundle] if pack else [])]
+    for part in ("retain", "forget"):
+        for root in published:
+            texts = {path: path.read_text() for path in root.rglob("*.json")}
+            assert texts
+            assert not [path for path, text in texts.items() if str(tmp_path) in text]
+            adapter = root / f"{part}_auxiliary"
+            assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+        # PEFT takes the base from its caller.
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(models["base"]), adapter).merge_and_unload()
+        assert_close(loaded(ids).logits, merged[part](ids).logits)
+    for name in ("target", "base", "retain", "forget"):
+        shutil.rmtree(folder / name)
+    assert torch.equal(DivergenceForCausalLM.from_pretrained(tmp_path / "hub")(ids).logits, expected)
+
+
+def test_published_adapters_name_a_base_of_the_hub_at_its_commit(llama):
+    folder, _, _ = llama
+    bundle = write(folder)
+    config = json.loads((bundle / "config.json").read_text()) | {"base": {"hub_id": "org/small", "revision": "abc"}}
+    (bundle / "config.json").write_text(json.dumps(config))
+    files = hub_files(bundle, "me/bundle")
+    adapter = json.loads(files["retain_auxiliary/adapter_config.json"])
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("org/small", "abc")
+    assert not [name for name in files if name.startswith("base/")]
 
 
 class TestRefused:

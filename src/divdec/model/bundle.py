@@ -33,6 +33,7 @@ from divdec.model.checkpoint import (
     load_config,
     load_model,
     load_tokenizer,
+    portable_adapter_config,
     save_model,
     vocabulary_sha256,
     vocabulary_width,
@@ -202,8 +203,12 @@ def write_bundle(
         if merge:
             del paths[BASE], references[BASE]
             paths = {part: path for part, path in paths.items() if part not in AUXILIARIES}
+        base_reference = references.get(BASE)
         for part in paths if pack else ():
             _copy_checkpoint(paths[part], folder / part)
+            if base_reference is not None and part in AUXILIARIES:
+                config_text = portable_adapter_config(paths[part], base_reference)
+                write_text(folder / part / "adapter_config.json", config_text)
             references[part] = CheckpointReference(folder=part, sha256=digests(folder / part))
         for name, path in folders.items():
             count_references[name]["folder"] = _stored_path(

@@ -191,6 +191,16 @@ def write_adapter_base(folder: Path, base: str) -> None:
     write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": base})
 
 
+def portable_adapter_config(folder: Path, base: CheckpointReference) -> str:
+    """Return an adapter's configuration for other machines, as text.
+
+    PEFT loads the base from `base_model_name_or_path` at `revision`. A hub id means the same everywhere; a folder is
+    left out, so that PEFT asks for the base instead of looking for a folder of this machine.
+    """
+    names = {"base_model_name_or_path": base.hub_id, "revision": base.revision}
+    return json.dumps(read_json(folder / "adapter_config.json") | names, indent=2, ensure_ascii=False) + "\n"
+
+
 def check_weights(folder: Path) -> None:
     """Refuse a checkpoint whose weights are missing, pickled, an adapter or unreadable; reads headers only."""
     from safetensors import SafetensorError, safe_open

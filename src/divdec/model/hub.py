@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from divdec.configuration import AUXILIARIES, BASE, PARTS, REMOTE_FILE
 from divdec.errors import UsageError, first_line
 from divdec.model.bundle import bundle_card
-from divdec.model.checkpoint import COMPOSITE, HUB_ID, CheckpointReference, check_weights, digests
+from divdec.model.checkpoint import COMPOSITE, HUB_ID, CheckpointReference, check_weights, digests, portable_adapter_config
 from divdec.model.loading import read_config
 from divdec.runs import file_sha256, read_json
 
@@ -88,6 +89,7 @@ def hub_files(bundle: str | os.PathLike[str], repo_id: str) -> dict[str, Path | 
             files[name] = folder / name
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else bundle_card(config, None)
+    base = config.base
     for part in (*PARTS, BASE):
         if getattr(config, part) is None:
             continue
@@ -95,14 +97,19 @@ def hub_files(bundle: str | os.PathLike[str], repo_id: str) -> dict[str, Path | 
         if reference.folder is None:
             continue
         path = reference.resolve(folder, weights=True)
-        adapts = config.base is not None and part in AUXILIARIES
+        adapts = base is not None and part in AUXILIARIES
         if not adapts:
             check_weights(path)
         reference.verify(path, part)
         if not adapts and read_json(path / "config.json").get("model_type") == COMPOSITE:
             raise UsageError(f"{part} {path} consists of several checkpoints, which a repository cannot hold")
         files |= {f"{part}/{name}": path / name for name in reference.sha256 or {}}
-        setattr(config, part, CheckpointReference(folder=part, sha256=reference.sha256).to_dict())
+        sha256 = dict(reference.sha256 or {})
+        if adapts:
+            content = portable_adapter_config(path, CheckpointReference.from_dict(base, BASE)).encode()
+            files[f"{part}/adapter_config.json"] = content
+            sha256["adapter_config.json"] = hashlib.sha256(content).hexdigest()
+        setattr(config, part, CheckpointReference(folder=part, sha256=sha256).to_dict())
         text = _replace_row(text, part.replace("_", " "), f"folder `{part}` of this repository")
     if config.ngram is not None:
         files |= _ngram_files(folder, config.ngram)
