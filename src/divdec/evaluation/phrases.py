@@ -267,10 +267,17 @@ def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
 
     sizes = range(5, 0, -1)
     while size := next((size for size in sizes if len(run) > size and removable(run[-size:], len(run) - size)), 0):
+        if run[-1].text not in single and _in_name(text, run[-1]):
+            break
         run = run[:-size]
     while size := next((size for size in sizes if len(run) > size and removable(run[:size], len(run) - size)), 0):
         run = run[size:]
     return text[run[0].start : run[-1].end] if run else text
+
+
+def _in_name(text: str, last: Word) -> bool:
+    """Whether the last word of a phrase belongs to a name: 'Theresa May', 'Moon Jae-in'."""
+    return text[last.start].isupper() or text[last.start - 1 : last.start] == "-"
 
 
 def is_name(phrase: str) -> bool:
