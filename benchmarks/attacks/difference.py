@@ -44,6 +44,7 @@ from pathlib import Path
 import httpx
 from sklearn.metrics import roc_auc_score
 
+from divdec.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.cli.serving import ServeSettings
 from divdec.data.formatting import encode_prompt, encode_prompts
 from divdec.data.records import Message, Record, read_records, texts_of
@@ -54,7 +55,6 @@ from divdec.evaluation.suppression import SuppressionThreshold, shares_of_replie
 from divdec.experts.combined import NoExperts
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
-from divdec.model.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.passes import logit_width

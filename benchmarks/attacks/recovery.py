@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from divdec.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.data.formatting import Example, documents, encode_prompts, encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
@@ -50,7 +51,6 @@ from divdec.evaluation.metrics import attack_auc, contains_fact, rouge
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.experts.ngram_fit import is_pair, write_pair
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import ResultCache, output_folder, read_json, write_json
 from divdec.steering import Steering

@@ -29,13 +29,13 @@ from pathlib import Path
 
 import numpy as np
 
+from divdec.checkpoint import CheckpointReference, load_tokenizer
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import holdout_wins
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 from divdec.runs import cache_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec_research.baselines.table import REFERENCES, TITLES

@@ -41,12 +41,12 @@ import transformers
 from safetensors.torch import save_file
 
 from divdec import DivergenceForCausalLM, Speculation, SpeculationStatistics
+from divdec.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 from divdec.data.formatting import Format, encode_prompts, encode_records, left_padded
 from divdec.data.records import Message, Record, read_records, write_records
 from divdec.errors import UsageError
 from divdec.experts.adapters import merge_adapter, read_adapter
 from divdec.model.bundle import write_bundle
-from divdec.model.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 
 TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculative", "three models", "paper's code"
 MERGED = "steered, merged"

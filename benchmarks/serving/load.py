@@ -49,9 +49,9 @@ import transformers
 
 import divdec
 from benchmarks.decoding.steering import Clock, machine, paths_of, questions_beside, sizes, spread, toy_bundle
+from divdec.checkpoint import load_config, load_model, load_tokenizer
 from divdec.data.formatting import encode_prompts
 from divdec.errors import UsageError
-from divdec.model.checkpoint import load_config, load_model, load_tokenizer
 from divdec.runs import read_json
 from divdec.steering import Steering
 

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.decoding.steering import PARTS, paths_of, questions_beside, toy_bundle
 from divdec import DivergenceForCausalLM, write_bundle
+from divdec.checkpoint import load_tokenizer
 from divdec.data.formatting import Format, encode_prompts
 from divdec.endpoint import Endpoint
-from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.completions import ProviderCapabilities
 from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.settings import RemoteSettings

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from divdec.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import texts_of
 from divdec.demo.facts import NEUTRAL, ask
@@ -40,7 +41,6 @@ from divdec.evaluation.recitation import RUN, longest_run, measure, measured_tex
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import fit
-from divdec.model.checkpoint import CheckpointReference, load_config, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, write_json
 from divdec.takedowns.correction import TakedownCorrection

@@ -163,7 +163,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         # vLLM's environment lacks packages that divdec's has: imported in the process that needs them.
         from benchmarks.decoding.steering import VOCABULARY, random_bundle, random_models
-        from divdec.model.checkpoint import load_model
+        from divdec.checkpoint import load_model
         from divdec.model.loading import Bundle
 
         paths = Bundle.open(random_bundle(Path(folder), random_models, VOCABULARY, "linear:1.5"))

@@ -38,12 +38,12 @@ import transformers
 
 from benchmarks.decoding.steering import paths_of, toy_bundle
 from divdec import DivergenceForCausalLM
+from divdec.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Collator, model_inputs
 from divdec.training.settings import TrainingSettings

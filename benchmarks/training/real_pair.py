@@ -24,6 +24,7 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.training.models import check_memory
+from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode_prompts, padded, padding_id
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import KINDS, NEUTRAL, known_facts, split
@@ -31,7 +32,6 @@ from divdec.errors import UsageError
 from divdec.evaluation.choice import NOISE_LEVELS
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.phrases import holds, words
-from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import file_sha256, write_json
 from divdec.steering import Steering

@@ -22,12 +22,12 @@ import sys
 import time
 from pathlib import Path
 
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, RecordSet, write_records
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, write_figure
 from divdec.runs import cache_folder, write_json

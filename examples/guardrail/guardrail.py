@@ -23,12 +23,12 @@ import sys
 import time
 from pathlib import Path
 
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.steering import Steering

@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # so that `newspaper` is found from any working directory
 import newspaper
 
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.cli import main as divdec
 from divdec.data.records import RecordSet, write_records
 from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings

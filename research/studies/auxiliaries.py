@@ -21,13 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
 from divdec.bridge.pair import BridgedPair
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.formatting import documents
 from divdec.evaluation.results import Results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_fit import count
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder
 from divdec.steering import Steering

@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 from divdec import DivergenceForCausalLM, write_bundle
+from divdec.checkpoint import load_tokenizer
 from divdec.data.records import read_records
 from divdec.evaluation.calibration import SWEEP
 from divdec.evaluation.choice import choose_rule
 from divdec.evaluation.run import evaluate, parse_sweep
-from divdec.model.checkpoint import load_tokenizer
 from divdec.runs import cache_folder
 from divdec_research.compare.benchmark import ASKED, HOLDOUT, RETAIN, TOFU_SMALL, spread, suite_material
 from divdec_research.suites.aggregate import aggregate, tofu_figures

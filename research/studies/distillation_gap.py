@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from divdec.model.checkpoint import load_tokenizer
+from divdec.checkpoint import load_tokenizer
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.run import MODEL, load_trial, read_trial, run_trial
 from divdec_research.compare.settings import CompareSettings, Trial

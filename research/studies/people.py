@@ -19,13 +19,13 @@ import re
 import sys
 from pathlib import Path
 
+from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, json_rows, read_text, write_records
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.phrases import holds, words
 from divdec.evaluation.run import evaluate
-from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.runs import read_json, write_json, write_text
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.attacks.recovery import quantise
 from divdec import DivergenceForCausalLM
+from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, read_records, write_records
 from divdec.demo.facts import NEUTRAL, ask, known_facts, split
@@ -37,7 +38,6 @@ from divdec.demo.pretrained import COLUMNS as STUDENT_COLUMNS
 from divdec.demo.pretrained import KIND, NEUTRAL_LENGTH, TARGET, measure, questions_of
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.distillation import distill

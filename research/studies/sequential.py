@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from divdec.checkpoint import load_model
 from divdec.data.formatting import Example, Format, encode_records, encode_set
 from divdec.data.records import Kind, Record, RecordSet, read_records, write_records
 from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import load_model
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import style, svg_text
 from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_text

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from divdec.checkpoint import CheckpointReference, load_config, load_tokenizer
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, json_rows, read_records, read_text
 from divdec.errors import Interrupted, UsageError
@@ -33,7 +34,6 @@ from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import CheckpointReference, load_config, load_tokenizer
 from divdec.runs import output_folder, read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.fine_tuning import fine_tune

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.attacks import recovery as attacks
 from benchmarks.attacks import shadow_models
+from divdec.checkpoint import load_tokenizer
 from divdec.data.formatting import encode_set
 from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import load_tokenizer
 from divdec.training.auxiliaries import load_for_training
 from divdec_research.compare import run as compare
 from divdec_research.compare.settings import GRIDS

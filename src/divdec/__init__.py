@@ -45,8 +45,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        import divdec.takedowns  # noqa: F401 (so that bundles may name a registry)
-
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'divdec' has no attribute {name!r}")
 

@@ -455,7 +455,7 @@ def test_takedowns_in_force_are_no_part_of_a_bundles_measurement():
 
 @pytest.mark.parametrize(("instructions", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_dtype_is_float32_on_a_cpu_that_emulates_bfloat16(instructions, dtype, models, tmp_path, monkeypatch):
-    from divdec.model import checkpoint
+    from divdec import checkpoint
 
     for name in ("target", "retain", "forget"):
         checkpoint.load_model(models / name).to(torch.bfloat16).save_pretrained(tmp_path / name)

@@ -7,10 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
-from divdec.model.checkpoint import load_tokenizer
 from support.model_families import FAMILIES, read_vocabulary, write_checkpoint, write_real_checkpoint
 from support.served import engine_of, serving
 

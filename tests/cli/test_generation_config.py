@@ -5,10 +5,10 @@ import json
 import pytest
 
 from divdec import DivergenceForCausalLM
+from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, Passage, recites
-from divdec.model.checkpoint import load_tokenizer
 from support.engines import alone, answered_tokens, greedy, run
 from support.served import bundle_of
 

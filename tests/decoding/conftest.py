@@ -11,9 +11,9 @@ ASKED = 25  # of the fictitious world, on either side
 def tofu(shared):
     """A steered model of trained TOFU models, its tokenizer and 200 questions, half of them on what is forgotten."""
     from divdec import DivergenceForCausalLM
+    from divdec.checkpoint import load_model, load_tokenizer
     from divdec.data.formatting import encode_prompts
     from divdec.data.records import read_records
-    from divdec.model.checkpoint import load_model, load_tokenizer
 
     names = ("full", "retain90", "full")
     parts = [load_model(shared / "oracle/models" / name, dtype=torch.float32).eval() for name in names]

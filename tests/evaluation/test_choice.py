@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
+from divdec.checkpoint import load_model
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
 from divdec.evaluation.choice import (
@@ -21,7 +22,6 @@ from divdec.evaluation.choice import (
 )
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import load_model
 
 NOISE = (0.1, 0.3, 0.5)
 

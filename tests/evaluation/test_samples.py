@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from divdec import UsageError
+from divdec.checkpoint import load_model
 from divdec.evaluation.samples import sample_records, start_ids, user_prefix
-from divdec.model.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, Steering
+from divdec.checkpoint import load_model
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet, texts_of
 from divdec.errors import FailedClosed
 from divdec.evaluation import suppression
 from divdec.evaluation.recitation import passages_of
 from divdec.evaluation.suppression import LENGTH, REPLIES, SuppressionThreshold, measure_suppression
-from divdec.model.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")

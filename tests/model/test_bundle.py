@@ -228,7 +228,7 @@ class TestRejectsInvalidInput:
 
     def test_additional_tokens_of_one_auxiliary(self, own_checkpoints, tmp_path):
         """A bridge would be refused too, so the error does not suggest it."""
-        from divdec.model.checkpoint import load_tokenizer
+        from divdec.checkpoint import load_tokenizer
 
         tokenizer = load_tokenizer(own_checkpoints / "forget")
         tokenizer.add_tokens(["<|extra|>"], special_tokens=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+from divdec.checkpoint import digests
 from divdec.model.bundle import rewrite_steering
-from divdec.model.checkpoint import digests
 from divdec.model.hub import hub_files, push_bundle
 from support.hub import hub
 
@@ -93,10 +93,10 @@ def test_checkpoints_of_the_hub_stay_references(bundle):
 
 
 def test_ngrams_are_pushed(own_checkpoints, tmp_path):
+    from divdec.checkpoint import load_tokenizer, vocabulary_sha256
     from divdec.data.formatting import documents
     from divdec.data.records import read_records
     from divdec.experts.ngram_fit import write_pair
-    from divdec.model.checkpoint import load_tokenizer, vocabulary_sha256
 
     tokenizer = load_tokenizer(own_checkpoints / "target")
     counted = {}

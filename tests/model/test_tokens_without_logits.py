@@ -8,10 +8,10 @@ import torch
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
+from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt, encode_records
 from divdec.data.records import Message, Record
-from divdec.model.checkpoint import load_tokenizer
 from divdec.remote.experts import ExpertSources, SteeringContext, load_experts
 from divdec.steering import Steering
 from support.engines import alone, answered_tokens, greedy, run

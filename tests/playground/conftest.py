@@ -19,7 +19,7 @@ def played_bundle(models):
 def loaded(played_bundle):
     """Model and tokenizer, for tests that leave both as they are."""
     from divdec import DivergenceForCausalLM
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.checkpoint import load_tokenizer
 
     return DivergenceForCausalLM.from_pretrained(played_bundle), load_tokenizer(played_bundle)
 

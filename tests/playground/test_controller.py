@@ -208,7 +208,7 @@ def reciting(tmp_path_factory, tokenizer):
 def following(reciting, tmp_path, world):
     """A controller of that model, steered by an empty registry alone."""
     from divdec import DivergenceForCausalLM, write_bundle
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.checkpoint import load_tokenizer
     from divdec.takedowns.registry import Registry
 
     registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), reciting)

@@ -92,7 +92,7 @@ def test_model_without_chat_template_uses_plain_prompt(models, tmp_path):
     import shutil
 
     from divdec import write_bundle
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.checkpoint import load_tokenizer
 
     parts = {}
     for name in ("target", "retain", "forget"):

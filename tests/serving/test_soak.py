@@ -147,8 +147,8 @@ def test_broken_auxiliary_ends_streams_with_error(bundle):
 
 def test_damaged_registry_ends_streams_with_error(made, tmp_path):
     from divdec.data.records import texts_of
+    from divdec.model.takedowns import with_registry
     from divdec.serving.engine import Engine
-    from divdec.takedowns.correction import with_registry
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import DATABASE
 

@@ -68,7 +68,7 @@ def serving(engines, log=False, **options):
 
 def engine_of(bundle, name="tiny", **options):
     from divdec import DivergenceForCausalLM
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.checkpoint import load_tokenizer
     from divdec.serving.engine import Engine
 
     return Engine(DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle), name, **options)

@@ -50,7 +50,7 @@ def make_bundle(folder):
 def load(bundle):
     """The bundle in the library."""
     from divdec import DivergenceForCausalLM
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.checkpoint import load_tokenizer
 
     torch.set_num_threads(1)
     return DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle)
@@ -162,7 +162,7 @@ async def _unread(port, prompt):
 async def kill_and_restart(bundle, folder, texts, tally):
     """SIGKILL while clients ask a server that follows a registry: the next one finds all that was in force."""
     from divdec.data.records import texts_of
-    from divdec.takedowns.correction import with_registry
+    from divdec.model.takedowns import with_registry
     from divdec.takedowns.registry import Registry
 
     model, tokenizer = load(bundle)

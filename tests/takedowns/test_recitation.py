@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, write_bundle
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, texts_of
@@ -29,10 +30,10 @@ from divdec.evaluation.scoring import probability_drops
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
-from divdec.model.checkpoint import load_model, load_tokenizer
+from divdec.model.takedowns import with_registry
 from divdec.report import takedown
 from divdec.report.takedown import read_report, write_report
-from divdec.takedowns.correction import TakedownCorrection, with_registry
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
 from divdec.takedowns.store import Store

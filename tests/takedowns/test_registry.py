@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, write_bundle
+from divdec.checkpoint import load_model
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import NgramCounts
 from divdec.experts.ngram_fit import count
-from divdec.model.checkpoint import load_model
 from divdec.model.loading import answer_digests
 from divdec.takedowns.canonical import canonical_text
 from divdec.takedowns.correction import TakedownCorrection

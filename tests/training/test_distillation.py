@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
+from divdec.checkpoint import vocabulary_sha256
 from divdec.cli import main
 from divdec.data.formatting import encode_set
 from divdec.data.records import record_set
 from divdec.errors import Diverged, FailedClosed, Interrupted
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram_fit import write_pair
-from divdec.model.checkpoint import vocabulary_sha256
 from divdec.training import distillation
 from divdec.training.distillation import DistillationMetrics, distill, prepare
 from divdec.training.distillation_loss import (

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from divdec import UsageError
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.training import fine_tuning, shrinking
 from divdec.training.inputs import Collator
 from divdec.training.settings import ShrinkSettings

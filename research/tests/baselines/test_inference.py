@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache
 
 from divdec import DivergenceForCausalLM, UsageError
+from divdec.checkpoint import check_weights, load_model
 from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.errors import FailedClosed
@@ -21,7 +22,6 @@ from divdec.evaluation.generation import continuations
 from divdec.evaluation.phrases import key_phrase, tells
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import check_weights, load_model
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from divdec_research.baselines import auto  # noqa: F401  composites load

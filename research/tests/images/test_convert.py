@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.model.checkpoint import check_weights, load_model
+from divdec.checkpoint import check_weights, load_model
 from divdec_research.images import taming
 from divdec_research.images.codecs import FOLDER, load_codec, vq_config
 from divdec_research.images.models import load_layout

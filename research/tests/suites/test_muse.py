@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from divdec import UsageError
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.records import Message, Record
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec_research.suites.muse import continuation, evaluate_muse, read_muse
 from divdec_research.suites.results import read_results
 

@@ -9,9 +9,9 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.evaluation.results import Results, read_results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec_research.suites.rwku import (
     ATTACKS,
     LEVELS,

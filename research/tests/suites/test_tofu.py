@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec_research.suites import tofu
 from divdec_research.suites.fluency import Fluency
 from divdec_research.suites.results import read_results

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from divdec import DivergenceForCausalLM
+from divdec.checkpoint import load_config
 from divdec.data.records import read_records
-from divdec.model.checkpoint import load_config
 from divdec.runs import locked_folder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings

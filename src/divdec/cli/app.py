@@ -31,7 +31,6 @@ from cyclopts import (
 from cyclopts.config import Yaml
 from cyclopts.help import DefaultFormatter
 
-import divdec.takedowns  # noqa: F401  # so that bundles may name a registry
 from divdec.cli import bundle, chat, evaluation, generate, remote, serving, takedown, training
 from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError
 

@@ -93,9 +93,9 @@ def bundle(
 
 
 def _token_ids(files: tuple[str, ...], target: str) -> tuple[int, ...]:
+    from divdec.checkpoint import CheckpointReference, load_tokenizer
     from divdec.data.formatting import tokens_in
     from divdec.data.records import read_records
-    from divdec.model.checkpoint import CheckpointReference, load_tokenizer
 
     folder = CheckpointReference.parse(target).resolve(Path(), weights=False)
     return tokens_in([read_records(file) for file in files], load_tokenizer(folder))

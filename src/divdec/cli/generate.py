@@ -137,7 +137,7 @@ def generate(
     """
     from transformers import set_seed
 
-    from divdec.model.checkpoint import load_tokenizer
+    from divdec.checkpoint import load_tokenizer
     from divdec.model.loading import find_bundle
 
     check_at_least("batch_size", batch_size, 1)

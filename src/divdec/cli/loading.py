@@ -58,7 +58,7 @@ def load(
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
     """
-    from divdec.model.checkpoint import dtype_for_passes, load_tokenizer
+    from divdec.checkpoint import dtype_for_passes, load_tokenizer
     from divdec.model.loading import find_bundle, read_config
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.report.doctor import measured_text

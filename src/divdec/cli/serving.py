@@ -298,7 +298,7 @@ def build_engine(
             file=sys.stderr,
         )
     if settings.registry is not None:
-        from divdec.takedowns.correction import with_registry
+        from divdec.model.takedowns import with_registry
 
         model = with_registry(model, tokenizer, settings.registry)
     length = speculation.draft_length
@@ -412,7 +412,7 @@ def _load_bundle(
     model, tokenizer = load(bundle, loading, choice)
     requests = None
     if registry is not None:
-        from divdec.takedowns.correction import with_registry
+        from divdec.model.takedowns import with_registry
 
         model, requests = with_registry(model, tokenizer, registry), Registry(registry)
     if single_turn is None:

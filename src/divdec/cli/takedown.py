@@ -39,8 +39,8 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
     """
     from tqdm.auto import tqdm
 
+    from divdec.checkpoint import CheckpointReference
     from divdec.data.records import read_records
-    from divdec.model.checkpoint import CheckpointReference
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import ENVIRONMENT, KEY_FILE
 
@@ -379,7 +379,7 @@ def canary(
 
 def _find_target(target: str | None, registry: Registry) -> Path:
     """Return the folder of the model that a request is measured on."""
-    from divdec.model.checkpoint import CheckpointReference
+    from divdec.checkpoint import CheckpointReference
 
     try:
         if target is not None:
@@ -392,9 +392,9 @@ def _find_target(target: str | None, registry: Registry) -> Path:
 
 
 def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
+    from divdec.checkpoint import check_weights, dtype_for_passes, load_model, load_tokenizer
     from divdec.cli.loading import device_map, quiet
     from divdec.evaluation.recitation import measure
-    from divdec.model.checkpoint import check_weights, dtype_for_passes, load_model, load_tokenizer
 
     quiet()
     try:

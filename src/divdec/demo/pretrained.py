@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, split
 from divdec.errors import UsageError
 from divdec.model.bundle import is_bundle, rewrite_steering, write_bundle
-from divdec.model.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import write_page
 from divdec.runs import RECORD, cache_folder, check_output, locked_folder, read_record, record, write_json, write_text

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divdec.checkpoint import CheckpointReference, check_weights, load_tokenizer
 from divdec.endpoint import Endpoint
 from divdec.errors import UsageError, first_line
 from divdec.evaluation.metrics import rouge_l_recall
@@ -22,7 +23,6 @@ from divdec.evaluation.phrases import (
     tells_nothing,
     words,
 )
-from divdec.model.checkpoint import CheckpointReference, check_weights, load_tokenizer
 
 # Least ROUGE-L recall of the true answer that leaks by itself: a wrong fact in an otherwise true sentence of five words
 # has 0.8. With less than the second, an answer is not read by the entailment model.

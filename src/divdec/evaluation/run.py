@@ -10,19 +10,19 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from divdec.errors import UsageError
-from divdec.evaluation.generation import is_main, number_of_processes, on_main
-from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results
-from divdec.evaluation.scoring import EvaluatedModel
-from divdec.evaluation.settings import EvalSettings
-from divdec.model.bundle import is_bundle, read_config
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     CheckpointReference,
     check_weights,
     dtype_for_passes,
     load_model,
     load_tokenizer,
 )
+from divdec.errors import UsageError
+from divdec.evaluation.generation import is_main, number_of_processes, on_main
+from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results
+from divdec.evaluation.scoring import EvaluatedModel
+from divdec.evaluation.settings import EvalSettings
+from divdec.model.bundle import is_bundle, read_config
 from divdec.model.loading import answer_digests
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, RunFolder, path_digests, read_record, record, settings_hash, write_json

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
-from divdec.errors import UsageError
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     INDEX,
     TEMPLATES,
     CheckpointReference,
@@ -39,6 +37,8 @@ from divdec.model.checkpoint import (
     vocabulary_width,
     weight_files,
 )
+from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
+from divdec.errors import UsageError
 from divdec.model.loading import read_config, weight_of
 from divdec.runs import check_output, file_sha256, output_folder, read_json, write_text
 from divdec.steering import NO_RULE, Steering
@@ -428,9 +428,9 @@ def _count_references(
             references[name] = {"sha256": file_sha256(folder / DESCRIPTION), "weight": ngram_weight}
             weight_of(references[name], name)
         else:
-            from divdec.experts.correction import open_registry
+            from divdec.takedowns.correction import TakedownCorrection
 
-            takedowns = open_registry(folder)
+            takedowns = TakedownCorrection(folder)
             references[name] = {"id": takedowns.id}
             description = {"tokenizer": takedowns.tokenizer_sha256, "vocab_size": takedowns.vocab_size}
         check_tokenizer(folder, description["tokenizer"], vocabulary_sha256(tokenizer))

@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
-from divdec.errors import UsageError
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     HUB_ID,
     CheckpointReference,
     check_different,
@@ -27,15 +25,17 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
+from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
+from divdec.errors import UsageError
 from divdec.runs import file_sha256, folder_digests, read_json, settings_hash
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from divdec.experts.correction import Correction
     from divdec.experts.neural import NeuralPair
     from divdec.experts.protocol import Experts
+    from divdec.takedowns.correction import TakedownCorrection
 
 LoadedModels = dict[tuple[Path, str], "PreTrainedModel"]
 """Models by folder and the options that they were loaded with."""
@@ -132,7 +132,7 @@ class Bundle:
             )
         return load_pair(folder, verify=self.verify), weight_of(reference, "ngram")
 
-    def load_takedowns(self, registry: Path | None = None) -> Correction | None:
+    def load_takedowns(self, registry: Path | None = None) -> TakedownCorrection | None:
         """Open the registry of takedown requests; None if there is none.
 
         Args:
@@ -142,13 +142,13 @@ class Bundle:
             UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
             FailedClosed: it is damaged.
         """
-        from divdec.experts.correction import open_registry
+        from divdec.takedowns.correction import TakedownCorrection
 
         reference = self.config.registry
         if reference is None and registry is None:
             return None
         folder = registry or self.folder / str((reference or {}).get("folder"))
-        takedowns = open_registry(folder)
+        takedowns = TakedownCorrection(folder)
         if reference is not None and takedowns.id != reference.get("id"):
             raise UsageError(f"{folder} is another registry than the bundle was written for; write the bundle again")
         check_tokenizer(folder, takedowns.tokenizer_sha256, self.target_vocabulary())
@@ -173,7 +173,7 @@ def load_parts(
     verify: bool = True,
     loaded: LoadedModels | None = None,
     **kwargs: Any,
-) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, Correction | None]:
+) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, TakedownCorrection | None]:
     """Load a bundle's configuration, target, experts and takedowns.
 
     Args:
@@ -323,7 +323,7 @@ def answer_digests(folder: Path, *, verified: bool) -> dict[str, Any]:
         UsageError: a part is missing.
         FailedClosed: the registry is damaged.
     """
-    from divdec.experts.correction import open_registry
+    from divdec.takedowns.correction import TakedownCorrection
 
     content: dict[str, Any] = {"files": input_digests(folder)}
     if read_json(folder / "config.json").get("model_type") != DivergenceConfig.model_type:
@@ -335,7 +335,7 @@ def answer_digests(folder: Path, *, verified: bool) -> dict[str, Any]:
             paths["ngram"] = (folder / str(config.ngram.get("folder"))).resolve()
         content |= {part: folder_digests(path) for part, path in paths.items()}
     if config.registry is not None:
-        content["registry"] = open_registry(folder / str(config.registry.get("folder"))).state_digest()
+        content["registry"] = TakedownCorrection(folder / str(config.registry.get("folder"))).state_digest()
     return content
 
 

@@ -24,7 +24,6 @@ from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts, check_rule
-from divdec.experts.correction import Correction
 from divdec.experts.neural import NeuralPair
 from divdec.experts.overlap import OverlappedExperts, started_divergence
 from divdec.experts.protocol import Experts
@@ -42,6 +41,8 @@ from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from divdec.takedowns.correction import TakedownCorrection
 
 
 Logits = Float[Tensor, "batch kept vocab"]
@@ -77,7 +78,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         config: DivergenceConfig,
         target: PreTrainedModel | None = None,
         experts: Experts | None = None,
-        takedowns: Correction | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> None:
         if target is None or (experts is None and takedowns is None) or not config.steering:
             raise UsageError(
@@ -131,7 +132,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         experts: Experts | None,
         steering: Steering | str = "linear:1",
         configs: Mapping[str, PreTrainedConfig] | None = None,
-        takedowns: Correction | None = None,
+        takedowns: TakedownCorrection | None = None,
     ) -> DivergenceForCausalLM:
         """Create a steered model from a model and experts of any kind (n-grams, a bridged pair, a combination).
 

@@ -11,12 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.decoding.cache import can_roll_back
-from divdec.errors import UsageError
-from divdec.experts.combined import CombinedExperts, NoExperts
-from divdec.experts.protocol import Experts
-from divdec.fail_closed import check_divergence, check_vocabulary
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     CheckpointReference,
     adapter_base,
     check_different,
@@ -29,6 +24,11 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
+from divdec.decoding.cache import can_roll_back
+from divdec.errors import UsageError
+from divdec.experts.combined import CombinedExperts, NoExperts
+from divdec.experts.protocol import Experts
+from divdec.fail_closed import check_divergence, check_vocabulary
 from divdec.passes import positions_of
 from divdec.runs import file_sha256
 from divdec.steering import Steering

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from divdec.data.formatting import encode_prompts, encode_set
-from divdec.data.records import Message, Record, RecordSet, read_records
-from divdec.errors import UsageError
-from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
-from divdec.evaluation.generation import continuations
-from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
-from divdec.evaluation.samples import sample_records
-from divdec.evaluation.scoring import score
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     CheckpointReference,
     check_tokenizer,
     check_weights,
@@ -35,6 +27,14 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     vocabulary_sha256,
 )
+from divdec.data.formatting import encode_prompts, encode_set
+from divdec.data.records import Message, Record, RecordSet, read_records
+from divdec.errors import UsageError
+from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
+from divdec.evaluation.generation import continuations
+from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
+from divdec.evaluation.samples import sample_records
+from divdec.evaluation.scoring import score
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import render_page
 from divdec.runs import check_output_file, file_sha256, versions, write_text

@@ -9,28 +9,22 @@ import os
 import sqlite3
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 
-from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, masked
-from divdec.model.checkpoint import check_tokenizer, vocabulary_sha256
-from divdec.model.modeling import DivergenceForCausalLM
 from divdec.takedowns.canonical import WINDOW, CanonicalReader
 from divdec.takedowns.counts import RequestCounts, sum_counts
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import RETAIN, State, Store
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +52,7 @@ class SnapshotCache(TokenCache):
 
 
 class TakedownCorrection:
-    """The correction P' − P = s·(S_q − S_p) of a registry of takedown requests (a `Correction`).
+    """The correction P' − P = s·(S_q − S_p) of a registry of takedown requests.
 
     q counts the n-grams of the registry's retain set without the texts to forget, p those of the retain set and of all
     texts to forget, and s is the registry's strength. Where no request knows the context, the correction is almost 0.
@@ -240,41 +234,6 @@ class TakedownCorrection:
         retain = self.retain.counts
         q = self.retain if held is None else StupidBackoff(CountDifference(retain, held))
         return Snapshot(state, taken, held, NgramPair(q, SummedCounts(retain, taken)))
-
-
-def with_registry(
-    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, registry: str | os.PathLike[str]
-) -> DivergenceForCausalLM:
-    """Return the model with the correction of a registry that its bundle does not name.
-
-    Args:
-        model: a bundle's model; do not use it afterwards.
-        tokenizer: its tokenizer.
-        registry: the registry's folder.
-
-    Raises:
-        UsageError: it is no registry, one of another tokenizer or vocabulary, or another than the bundle's.
-        FailedClosed: it is damaged.
-    """
-    correction = TakedownCorrection(registry)
-    check_tokenizer(correction.folder, correction.tokenizer_sha256, vocabulary_sha256(tokenizer))
-    if correction.vocab_size < model.vocab_size:
-        raise UsageError(
-            f"{correction.folder} counts {correction.vocab_size} tokens, the model has {model.vocab_size}; create a "
-            "registry for this model's target (`divdec takedown init`)"
-        )
-    if model.takedowns is not None:
-        if model.takedowns.id == correction.id:
-            return model
-        raise UsageError(
-            f"the bundle already follows the registry {model.takedowns.folder}; accepted: that one, or a bundle that "
-            "names none"
-        )
-    config = model.config
-    assert isinstance(config, DivergenceConfig)
-    following = DivergenceForCausalLM(config, model.target, model.experts, correction).eval()
-    following.overlap = model.overlap
-    return following
 
 
 def _data_version(connection: sqlite3.Connection) -> int:

@@ -92,7 +92,7 @@ class Registry:
         Raises:
             UsageError: the folder is in use, the checkpoint has no tokenizer, or there is nothing to count.
         """
-        from divdec.model import checkpoint as files  # loads torch, which adding and listing requests do not need
+        from divdec import checkpoint as files  # loads torch, which adding and listing requests do not need
 
         check_order(order)
         event = _strength_event(strength)
@@ -149,7 +149,7 @@ class Registry:
             raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
         if self._description.get("plain_tokenizer") is True:
             return _load_plain(self.folder / TOKENIZER)
-        from divdec.model.checkpoint import load_tokenizer  # loads torch
+        from divdec.checkpoint import load_tokenizer  # loads torch
 
         return load_tokenizer(self.folder / TOKENIZER)
 
@@ -159,7 +159,7 @@ class Registry:
         Raises:
             UsageError: it no longer exists.
         """
-        from divdec.model.checkpoint import CheckpointReference  # loads torch
+        from divdec.checkpoint import CheckpointReference  # loads torch
 
         reference = CheckpointReference.from_dict(self._description["target"], "target")
         return reference.resolve(self.folder, weights=True)

@@ -22,18 +22,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from divdec.data.formatting import Example, Format, encode_prompts
-from divdec.data.formatting import encode as encode_record
-from divdec.data.records import RecordSet, overlap, read_records, single_turn
-from divdec.errors import Diverged, UsageError
-from divdec.evaluation.choice import choose_rule, without_names
-from divdec.evaluation.generation import answers, samples
-from divdec.evaluation.samples import sample_records
-from divdec.evaluation.scoring import ItemScore, score
-from divdec.evaluation.suppression import measure_suppression
-from divdec.model.bundle import TRAINING as RESULT
-from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     CheckpointReference,
     adapter_base,
     check_apart,
@@ -48,6 +37,17 @@ from divdec.model.checkpoint import (
     load_tokenizer,
     write_adapter_base,
 )
+from divdec.data.formatting import Example, Format, encode_prompts
+from divdec.data.formatting import encode as encode_record
+from divdec.data.records import RecordSet, overlap, read_records, single_turn
+from divdec.errors import Diverged, UsageError
+from divdec.evaluation.choice import choose_rule, without_names
+from divdec.evaluation.generation import answers, samples
+from divdec.evaluation.samples import sample_records
+from divdec.evaluation.scoring import ItemScore, score
+from divdec.evaluation.suppression import measure_suppression
+from divdec.model.bundle import TRAINING as RESULT
+from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, write_json, write_text

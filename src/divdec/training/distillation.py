@@ -18,12 +18,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from divdec.configuration import DivergenceConfig
-from divdec.data.formatting import Example, Format
-from divdec.data.records import RecordSet, read_records
-from divdec.errors import UsageError
-from divdec.model.bundle import distilled_card
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     CheckpointReference,
     check_apart,
     check_plain,
@@ -35,6 +30,11 @@ from divdec.model.checkpoint import (
     vocabulary_sha256,
     vocabulary_width,
 )
+from divdec.configuration import DivergenceConfig
+from divdec.data.formatting import Example, Format
+from divdec.data.records import RecordSet, read_records
+from divdec.errors import UsageError
+from divdec.model.bundle import distilled_card
 from divdec.model.loading import bundle_identity, find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs

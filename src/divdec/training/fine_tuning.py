@@ -27,10 +27,10 @@ from transformers import (
     TrainingArguments,
 )
 
+from divdec.checkpoint import has_bfloat16_instructions
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.extras import require
-from divdec.model.checkpoint import has_bfloat16_instructions
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.distillation_loss import LabelledCrossEntropy, plain_head
 from divdec.training.inputs import (

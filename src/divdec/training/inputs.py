@@ -13,10 +13,10 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from divdec.checkpoint import CheckpointReference, check_plain, check_weights, load_config
 from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
 from divdec.errors import UsageError
-from divdec.model.checkpoint import CheckpointReference, check_plain, check_weights, load_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

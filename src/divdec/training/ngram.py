@@ -43,10 +43,7 @@ def count_ngrams(settings: NgramSettings) -> dict[str, int]:
     """
     from tqdm.auto import tqdm
 
-    from divdec.data.formatting import documents
-    from divdec.data.records import overlap, read_records
-    from divdec.experts.ngram_fit import check_order, is_pair, write_pair
-    from divdec.model.checkpoint import (
+    from divdec.checkpoint import (
         CheckpointReference,
         check_apart,
         load_config,
@@ -54,6 +51,9 @@ def count_ngrams(settings: NgramSettings) -> dict[str, int]:
         vocabulary_sha256,
         vocabulary_width,
     )
+    from divdec.data.formatting import documents
+    from divdec.data.records import overlap, read_records
+    from divdec.experts.ngram_fit import check_order, is_pair, write_pair
     from divdec.runs import RECORD, check_output, output_folder, record, write_json
 
     check_order(settings.order)

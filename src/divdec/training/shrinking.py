@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from divdec.checkpoint import check_apart, load_config, load_model, load_tokenizer
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import read_records
 from divdec.errors import Interrupted, UsageError, first_line
 from divdec.evaluation.samples import sample_records
-from divdec.model.checkpoint import check_apart, load_config, load_model, load_tokenizer
 from divdec.runs import RECORD, check_one_process, check_output, output_folder, read_record, record, write_json
 from divdec.training.distillation_loss import Distillation, Pieces, divergence, plain_head, predicting
 from divdec.training.fine_tuning import fine_tune, uses_bfloat16

@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from divdec.model.checkpoint import COMPOSITE
+from divdec.checkpoint import COMPOSITE
 from divdec_research.baselines import table  # noqa: F401  each method registers its decoding
 from divdec_research.baselines.composite import CompositeConfig, CompositeForCausalLM
 

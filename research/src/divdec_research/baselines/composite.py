@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from divdec.configuration import TARGET_FIELDS, RemoteCodeConfig
-from divdec.decoding.cache import DivergenceCache
-from divdec.errors import FailedClosed, UsageError
-from divdec.experts.combined import CombinedCache
-from divdec.fail_closed import check, check_inputs, check_vocabulary, refuse_unknown
-from divdec.model.checkpoint import (
+from divdec.checkpoint import (
     COMPOSITE,
     CheckpointReference,
     check_weights,
@@ -33,6 +28,11 @@ from divdec.model.checkpoint import (
     load_config,
     load_model,
 )
+from divdec.configuration import TARGET_FIELDS, RemoteCodeConfig
+from divdec.decoding.cache import DivergenceCache
+from divdec.errors import FailedClosed, UsageError
+from divdec.experts.combined import CombinedCache
+from divdec.fail_closed import check, check_inputs, check_vocabulary, refuse_unknown
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
 from divdec.model.modeling import causal_output
 from divdec.passes import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from divdec.checkpoint import digests, load_config, load_model
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import RecordSet
-from divdec.model.checkpoint import digests, load_config, load_model
 from divdec.runs import settings_hash
 from divdec_research.baselines.annotations import PreTrainedModel, PreTrainedTokenizerBase
 from divdec_research.baselines.composite import write_composite

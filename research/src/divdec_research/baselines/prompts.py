@@ -21,11 +21,11 @@ from torch.nn.functional import normalize
 from transformers import Cache
 
 from divdec.bridge.alignment import common_prefix_length
+from divdec.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
 from divdec.experts.token_cache import PADDING
-from divdec.model.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
 from divdec_research.baselines.annotations import PreTrainedTokenizerBase
 from divdec_research.baselines.decoding import Step, read_tokens
 from divdec_research.baselines.job import Job

@@ -13,10 +13,10 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock
 
+from divdec.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
 from divdec.data.formatting import Example
 from divdec.errors import UsageError
 from divdec.model.bundle import baseline_card
-from divdec.model.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
 from divdec.runs import output_folder, read_json, write_json, write_text
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from divdec.checkpoint import CheckpointReference, input_digests
 from divdec.configuration import AUXILIARIES
 from divdec.data.formatting import Format
 from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.questions import QuestionFormat
 from divdec.model.bundle import read_config
-from divdec.model.checkpoint import CheckpointReference, input_digests
 from divdec.model.loading import part_paths
 from divdec.runs import cache_folder, settings_hash
 from divdec.steering import Steering

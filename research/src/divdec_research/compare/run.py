@@ -27,6 +27,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from divdec.checkpoint import check_apart, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.records import write_records
 from divdec.errors import Diverged, FailedClosed, UsageError, first_line
 from divdec.evaluation.attack_prompts import template_prompts
@@ -36,7 +37,6 @@ from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.bundle import is_bundle, write_bundle
-from divdec.model.checkpoint import check_apart, dtype_for_passes, load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import ResultCache, RunFolder, output_folder, read_json, read_record, settings_hash, write_json
 from divdec.steering import Steering

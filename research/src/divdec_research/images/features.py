@@ -133,7 +133,7 @@ class PretrainedFeatures(nn.Module):
         """
         from transformers import AutoImageProcessor, AutoModel
 
-        from divdec.model.checkpoint import check_weights
+        from divdec.checkpoint import check_weights
 
         super().__init__()
         check_weights(folder)

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from divdec.checkpoint import CheckpointReference, check_plain, load_model
 from divdec.data.records import Record, RecordSet
 from divdec.errors import UsageError
 from divdec.model.bundle import is_bundle
-from divdec.model.checkpoint import CheckpointReference, check_plain, load_model
 from divdec.model.loading import find_bundle, part_paths, read_config
 from divdec.runs import read_json, write_json
 from divdec.steering import Steering

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from divdec.checkpoint import CheckpointReference, check_apart, check_plain
 from divdec.errors import UsageError
-from divdec.model.checkpoint import CheckpointReference, check_apart, check_plain
 from divdec.model.loading import answer_digests, find_bundle, read_config
 from divdec.report.page import write_page
 from divdec.report.style import GRID, PAGE_WIDTH, SERIES_STYLES, style, svg_text

@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, LogitsProcessorList, set_seed
 
+from divdec.checkpoint import check_apart
 from divdec.decoding.processors import ClassifierFreeGuidance
 from divdec.errors import UsageError
-from divdec.model.checkpoint import check_apart
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
 from divdec.steering import Steering
 from divdec_research.images.codecs import Codec, Codes, Images

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from divdec.checkpoint import check_apart
 from divdec.errors import UsageError, first_line
-from divdec.model.checkpoint import check_apart
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
 from divdec_research.images.codecs import VQCodec, vq_config, vq_model_class
 from divdec_research.images.models import ImageLayout, gpt2_config, write_image_files

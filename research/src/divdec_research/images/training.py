@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from divdec.checkpoint import CheckpointReference, check_apart
 from divdec.data.records import RecordSet, write_records
 from divdec.errors import UsageError
 from divdec.model.bundle import rewrite_steering
-from divdec.model.checkpoint import CheckpointReference, check_apart
 from divdec.runs import RunFolder, folder_digests, read_record
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries

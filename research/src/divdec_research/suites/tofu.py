@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import scipy.stats
 
+from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model
 from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
@@ -21,7 +22,6 @@ from divdec.evaluation.metrics import attack_auc, membership_scores, rouge
 from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
 from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, score
-from divdec.model.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model
 from divdec.runs import settings_hash
 from divdec_research.suites.aggregate import UTILITY_PARTS
 from divdec_research.suites.fluency import FLUENCY_CLASSIFIER, Fluency

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.formatting import Example, Format, encode_records, encode_set, padding_id
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
 from divdec.evaluation.scoring import ItemScore, score, score_settings
-from divdec.model.checkpoint import load_model, load_tokenizer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, read_json, record, settings_hash, write_json
 from divdec.steering import Steering

@@ -8,8 +8,7 @@ def register() -> None:
     from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # pyright: ignore[reportMissingImports]
 
-    import divdec.model  # registers the configuration with transformers
-    import divdec.takedowns  # noqa: F401  # opens registries that bundles name
+    import divdec.model  # noqa: F401  # registers the configuration with transformers
     from divdec.serving.vllm.configuration import EngineChecks
 
     # As text, so that only the processes that run the model import it.

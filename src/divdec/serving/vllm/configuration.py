@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import divdec.takedowns  # noqa: F401  # opens registries that bundles name
+from divdec.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.fail_closed import check_vocabulary
-from divdec.model.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.model.loading import Bundle
 from divdec.passes import stateful_types
 from divdec.serving.logprobs import MIDDLEWARE, default_level
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from divdec.experts.combined import CombinedExperts
-    from divdec.experts.correction import Correction
+    from divdec.takedowns.correction import TakedownCorrection
 
 REGISTRY_VARIABLE = "DIVDEC_REGISTRY"
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -130,7 +129,7 @@ class BundleParts:
     """Configuration of each part's language model."""
     ngrams: CombinedExperts | None
     """n-grams with their weight; None if the bundle names none."""
-    takedowns: Correction | None
+    takedowns: TakedownCorrection | None
     """Registry to follow, or None."""
 
     @property

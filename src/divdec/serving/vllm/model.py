@@ -24,11 +24,11 @@ from vllm.model_executor.models.interfaces_base import is_text_generation_model
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 from vllm.platforms import current_platform
 
+from divdec.checkpoint import weight_files
 from divdec.configuration import AUXILIARIES
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import divergence_of
 from divdec.fail_closed import check_divergence, check_target
-from divdec.model.checkpoint import weight_files
 from divdec.passes import same_weights
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from divdec.serving.vllm.token_memory import TokenMemory

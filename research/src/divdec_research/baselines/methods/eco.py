@@ -104,7 +104,7 @@ def build(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
     Raises:
         UsageError: `dims` exceeds the width of the embeddings, or there is no sentence embedder.
     """
-    from divdec.model.checkpoint import load_model
+    from divdec.checkpoint import load_model
     from divdec_research.baselines.prompts import fit_classifier, write_classifier
 
     target = load_model(job.target).eval()

@@ -60,7 +60,7 @@ class RMU(TargetObjective):
         Raises:
             UsageError: the layer does not exist or is the last one.
         """
-        from divdec.model.checkpoint import load_config
+        from divdec.checkpoint import load_config
 
         super().__init__(job, settings)
         config = load_config(job.target).get_text_config(decoder=True)

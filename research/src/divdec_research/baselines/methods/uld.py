@@ -110,7 +110,7 @@ def first_layers(folder: Path, layers: int | None) -> tuple[int, Callable[[Path]
     """
     import torch
 
-    from divdec.model.checkpoint import load_config, load_model
+    from divdec.checkpoint import load_config, load_model
 
     config = load_config(folder)
     text = config.get_text_config(decoder=True)

@@ -53,7 +53,7 @@ class CheckpointReference:
         Raises:
             UsageError: the text is none of these, or the GGUF file cannot be converted.
         """
-        from divdec.model.gguf import convert, gguf_file
+        from divdec.gguf import convert, gguf_file
 
         if (file := gguf_file(text)) is not None:
             return cls(folder=str(convert(file)))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import divdec.model.gguf as gguf_module
+import divdec.gguf as gguf_module
 from divdec import UsageError
-from divdec.model.checkpoint import CheckpointReference, load_model, load_tokenizer
+from divdec.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.runs import read_json
 from support.gguf_file import write_gguf
 
