@@ -10,7 +10,14 @@ from pathlib import Path
 from divdec.configuration import AUXILIARIES, BASE, PARTS, REMOTE_FILE
 from divdec.errors import UsageError, first_line
 from divdec.model.bundle import bundle_card
-from divdec.model.checkpoint import COMPOSITE, HUB_ID, CheckpointReference, check_weights, digests, portable_adapter_config
+from divdec.model.checkpoint import (
+    COMPOSITE,
+    HUB_ID,
+    CheckpointReference,
+    check_weights,
+    digests,
+    portable_adapter_config,
+)
 from divdec.model.loading import read_config
 from divdec.runs import file_sha256, read_json
 
