@@ -93,8 +93,8 @@ test-settings: install
 # With llama.cpp's server, which is built from source: about ten minutes of a core, once; and with what runs the notebook.
 test-slow: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf nbclient ipykernel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt litellm langchain-openai \
-		|| echo "litellm or langchain-openai cannot be installed here: the test of clients skips them"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt litellm langchain-openai smolagents \
+		|| echo "litellm, langchain-openai or smolagents cannot be installed here: the test of clients skips them"
 	$(PYTEST) -m slow --timeout 3600
 
 # lm-eval on a bundle; it brings 28 packages of its own.

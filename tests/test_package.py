@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "lora": "import peft",
     "serve": "import divdec.serving.server",
+    "otel": "import opentelemetry.exporter.otlp.proto.http.trace_exporter, opentelemetry.sdk.trace",
     "ui": "import divdec.playground.page",
     "gguf": "import gguf",
     "docs": "import material, mkdocs, mkdocstrings_handlers.python",

@@ -9,12 +9,14 @@ import pytest
 
 from divdec.cli import main
 from support.served import engine_of, serving
-from support.tools import ARGUMENTS, WEATHER, fits
+from support.tools import ARGUMENTS, CLOCK, WEATHER, fits
 
 # Without it litellm asks the network for a table of prices.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 MESSAGES = [{"role": "user", "content": "How is the weather in Rome for the next 3 days?"}]
+# Without it this model, a coder, calls the tool again.
+FOLLOW_UP = {"role": "user", "content": "What does the forecast say? Answer in one sentence."}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": ARGUMENTS}}
 SETTINGS = {"temperature": 0, "max_tokens": 80}
 
@@ -44,7 +46,8 @@ def test_openai_calls_a_tool_and_answers_from_the_result(url):
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments) == {"city": "Rome", "days": 3}
         result = {"role": "tool", "tool_call_id": call.id, "content": "It will be sunny for 3 days."}
-        spoken = client.chat.completions.create(**fields, messages=[*MESSAGES, answer.message, result])
+        turns = [*MESSAGES, answer.message, result, FOLLOW_UP]
+        spoken = client.chat.completions.create(**fields, messages=turns)
         assert "sunny" in spoken.choices[0].message.content
         # Without force this model, a coder, writes the call in its own way; a tag would not be shown.
         free = client.chat.completions.create(**fields, messages=MESSAGES).choices[0].message
@@ -56,6 +59,18 @@ def test_openai_reads_json(url):
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=1800) as client:
         answer = client.chat.completions.create(model="qwen", messages=MESSAGES, response_format=SCHEMA, **SETTINGS)
     assert fits(json.loads(answer.choices[0].message.content))
+
+
+def test_openai_streams_a_call_of_the_named_function(url):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    fields = {"model": "qwen", "messages": MESSAGES, "tools": [CLOCK, WEATHER], "tool_choice": choice, **SETTINGS}
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=1800) as client:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
+    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert (call.index, call.function.name) == (0, "weather")
+    assert fits(json.loads(call.function.arguments))
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert not any(chunk.delta.content for chunk in chunks)
 
 
 def test_litellm(url):
@@ -72,8 +87,37 @@ def test_langchain(url):
     langchain_openai = pytest.importorskip("langchain_openai")
     model = langchain_openai.ChatOpenAI(model="qwen", base_url=url, api_key="none", max_retries=0, **SETTINGS)
     text = MESSAGES[0]["content"]
-    (call,) = model.bind_tools([WEATHER], tool_choice="weather").invoke(text).tool_calls
+    called = model.bind_tools([WEATHER], tool_choice="weather").invoke(text)
+    (call,) = called.tool_calls
     assert call["name"] == "weather"
     assert fits(call["args"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "It will be sunny for 3 days."}
+    assert "sunny" in model.bind_tools([WEATHER]).invoke([*MESSAGES, called, result, FOLLOW_UP]).content
     schema = {"title": "trip", "description": "A trip", **ARGUMENTS}
     assert fits(model.with_structured_output(schema, method="json_schema").invoke(text))
+
+
+def test_smolagents(url):
+    """An agent calls a tool, reads its result and answers; the framework forces a call in each step."""
+    smolagents = pytest.importorskip("smolagents")
+    calls = []
+
+    class Weather(smolagents.Tool):
+        name, description, output_type = "weather", "Forecast of the weather.", "string"
+        inputs = {  # noqa: RUF012
+            "city": {"type": "string", "description": "the city"},
+            "days": {"type": "integer", "description": "number of days"},
+        }
+
+        def forward(self, city: str, days: int) -> str:
+            calls.append((city, days))
+            return f"It will be sunny in {city} for {days} days."
+
+    # Without it small models repeat a forced call until the reply is full.
+    settings = {"parallel_tool_calls": False, **SETTINGS}
+    model = smolagents.OpenAIModel("qwen", api_base=url, api_key="none", **settings)
+    for options in ({}, {"stream_outputs": True}):
+        agent = smolagents.ToolCallingAgent([Weather()], model, max_steps=3, verbosity_level=0, **options)
+        assert "sunny" in agent.run(MESSAGES[0]["content"])
+        assert calls == [("Rome", 3)]
+        calls.clear()

@@ -51,6 +51,7 @@ def read(text, cuts=(), template=HERMES, prompt="", **options):
         ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', '{"name": "rm", "arguments": {}}', []),
         ('<tool_call>{"name": "clock", "arguments": 1}</tool_call>', '{"name": "clock", "arguments": 1}', []),
         ("<tool_call>[]</tool_call>" + OTHER, "[]", [("clock", {})]),
+        ("<tool_call>" + OTHER, '{"arguments": {}, "name": "clock"}', []),
     ],
 )
 @given(data=st.data())

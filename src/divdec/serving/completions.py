@@ -21,7 +21,7 @@ from divdec.serving import ServerOptions
 from divdec.serving.engine import Engine
 from divdec.serving.grammar import GrammarMatcher, make_grammar
 from divdec.serving.middleware import Metrics, RequestRecord
-from divdec.serving.request import RequestOutput, SamplingParams, TokenLogprob
+from divdec.serving.request import RequestOutput, RequestTiming, SamplingParams, TokenLogprob
 from divdec.serving.schemas import (
     ApiError,
     ChatCompletionRequest,
@@ -208,14 +208,22 @@ class CompletionCall:
         outputs: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
 
         async def generate(index: int, prompt: list[int], params: SamplingParams) -> None:
-            stream = self.engine.generate(prompt, params)
+            if (timings := self.record.timings) is not None:
+                timings.append(RequestTiming(len(prompt)))
+            timing = timings[-1] if timings else None
+            stream = self.engine.generate(prompt, params, timing)
             try:
                 async for output in stream:
+                    if timing is not None:
+                        timing.generated_tokens += len(output.tokens)
+                        timing.suppressed = output.suppressed
                     outputs.put_nowait((index, output))
             except Exception as error:
                 outputs.put_nowait((index, error))
             finally:
                 await stream.aclose()
+                if timing is not None:
+                    timing.end = time.time_ns()
 
         suppression = self.server.options.suppression
         held: list[list[RequestOutput]] = [[] for _ in self.replies]

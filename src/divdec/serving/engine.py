@@ -27,7 +27,7 @@ from divdec.model.loading import bundle_identity
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import settings_hash
 from divdec.serving.grammar import GrammarCompiler, GrammarMatcher
-from divdec.serving.request import Request, RequestOutput, SamplingParams
+from divdec.serving.request import Request, RequestOutput, RequestTiming, SamplingParams
 from divdec.serving.scheduler import Closing, Scheduler, StepOutput
 
 LAST_STEP = 10.0  # seconds that a running pass has to finish when the engine is closed
@@ -148,7 +148,9 @@ class Engine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, LAST_STEP)
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def add_request(
+        self, prompt: Sequence[int], params: SamplingParams, timing: RequestTiming | None = None
+    ) -> Request:
         """Queue a request from an event loop, on which its outputs arrive.
 
         Raises:
@@ -162,7 +164,7 @@ class Engine:
         if len(prompt) + min(params.max_tokens, 1) > self.max_model_len:
             raise UsageError(f"the prompt has {len(prompt)} tokens; the model has {self.max_model_len} positions")
         loop = asyncio.get_running_loop()
-        request = Request(prompt, params, self.tokenizer, self._eos_token_ids, self.max_model_len, loop)
+        request = Request(prompt, params, self.tokenizer, self._eos_token_ids, self.max_model_len, loop, timing)
         with self._changed:
             if self._closing:
                 raise Closing(self.name)
@@ -172,18 +174,21 @@ class Engine:
             self._changed.notify()
         return request
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, timing: RequestTiming | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt and yield its outputs; closing the generator aborts the request.
 
         Args:
             prompt: token ids.
             params: sampling parameters.
+            timing: filled in while the request runs.
 
         Raises:
             Busy, Closing, UsageError: see `add_request`.
             FailedClosed: the model could not be steered.
         """
-        request = self.add_request(prompt, params)
+        request = self.add_request(prompt, params, timing)
         try:
             while True:
                 output = await request.outputs.get()

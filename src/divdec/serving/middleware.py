@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from divdec.errors import FailedClosed
 from divdec.serving import ServerOptions
 from divdec.serving.engine import Engine
+from divdec.serving.request import RequestTiming
 from divdec.serving.schemas import ApiError, server_closing, to_api_error
 
 OPEN_PATHS = ("/health", "/metrics")  # probes and Prometheus send no key
@@ -48,6 +49,8 @@ class RequestRecord:
     error: str | None = None
     """Code of the error; the exception's class for internal errors."""
     prompt: Any = None
+    timings: list[RequestTiming] | None = None
+    """One for each reply; None if requests are not traced."""
 
     def set_error(self, error: BaseException) -> ApiError:
         """Record an error, and return it as the client receives it."""
@@ -149,6 +152,8 @@ class RequestMiddleware:
     metrics: Metrics
     options: ServerOptions
     closing: Callable[[], bool]
+    trace: Callable[[Scope, RequestRecord], None] | None = None
+    """Makes the spans of a finished request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request (ASGI)."""
@@ -157,6 +162,8 @@ class RequestMiddleware:
         prefix = ID_PREFIXES.get(scope["path"], "req")
         record = RequestRecord(f"{prefix}-{uuid.uuid4().hex}", scope["method"], scope["path"])
         scope.setdefault("state", {})["record"] = record
+        trace = self.trace if scope["path"] in ID_PREFIXES else None
+        record.timings = None if trace is None else []
         body_bytes = 0
 
         async def receive_limited() -> Message:
@@ -188,6 +195,8 @@ class RequestMiddleware:
             self.metrics.request_seconds.labels(endpoint).observe(time.perf_counter() - record.started)
             prompt = {"prompt": record.prompt} if self.options.log_prompts and record.prompt is not None else {}
             write_log(**record.fields(), **prompt)
+            if trace is not None:
+                trace(scope, record)
 
     def _admit(self, scope: Scope) -> None:
         if scope["path"] in OPEN_PATHS:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,25 @@ class RequestOutput:
     """Share of probability that steering took, in the last output, where it is measured (`suppressed_share`)."""
 
 
+@dataclasses.dataclass
+class RequestTiming:
+    """Times of one request, in nanoseconds since the epoch, and counts, for its spans."""
+
+    prompt_tokens: int
+    queued: int = dataclasses.field(default_factory=time.time_ns)
+    prefill: int | None = None
+    decode: int | None = None
+    """Time of the first token."""
+    end: int | None = None
+    generated_tokens: int = 0
+    positions: int = 0
+    """Passes over the end of the answer so far."""
+    changed_positions: int = 0
+    """Those of them where steering changed the likeliest token."""
+    suppressed: float | None = None
+    """See `RequestOutput.suppressed`."""
+
+
 class Request:
     """State of one request: tokens, random generator, text, output queue.
 
@@ -106,6 +126,7 @@ class Request:
         outputs: queue of outputs and errors, read on the event loop `loop`.
         aborted: whether the client has gone.
         failed_in_batch: whether a pass with other requests failed, and no token has been generated since.
+        timing: filled in while the request runs; None if it is not traced.
     """
 
     def __init__(
@@ -116,8 +137,9 @@ class Request:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         loop: asyncio.AbstractEventLoop,
+        timing: RequestTiming | None = None,
     ) -> None:
-        self.prompt, self.params, self.loop = list(prompt), params, loop
+        self.prompt, self.params, self.loop, self.timing = list(prompt), params, loop, timing
         self.answer: list[int] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
@@ -157,6 +179,8 @@ class Request:
     def append_token(self, token: int, logits: Float[Tensor, " vocab"] | None) -> RequestOutput:
         """Append a token to the answer; `logits` are the steered, unprocessed ones, for log-probabilities."""
         self.answer.append(token)
+        if self.timing is not None and self.timing.decode is None:
+            self.timing.decode = time.time_ns()
         text, reason = self._text.add(token), None
         if self.grammar is not None:
             self.grammar.accept(token)

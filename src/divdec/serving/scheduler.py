@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class Prefill:
         self._model, self._chunk = model, chunk
         texts = [tuple(request.tokens) for request in requests]
         distinct = {text: row for row, text in enumerate(dict.fromkeys(texts))}
-        self._rows = [distinct[text] for text in texts]
+        self.rows = [distinct[text] for text in texts]
         self._width = max(map(len, distinct))
         assert len(distinct) == 1 or self._width <= chunk
         self._ids = torch.tensor([[0] * (self._width - len(text)) + list(text) for text in distinct])
@@ -105,7 +106,7 @@ class Prefill:
         # By row and number of likeliest tokens: several answers to one prompt share its log-probabilities.
         self._logprobs: dict[tuple[int, int], list[TokenLogprob | None]] = {
             (row, number): [None]
-            for row, request in zip(self._rows, requests, strict=True)
+            for row, request in zip(self.rows, requests, strict=True)
             if (number := request.missing_prompt_logprobs) is not None
         }
 
@@ -118,15 +119,15 @@ class Prefill:
         self._score(logits, start, end)
         if end < self._width:
             return None
-        for row, request in zip(self._rows, self.requests, strict=True):
+        for row, request in zip(self.rows, self.requests, strict=True):
             if (number := request.missing_prompt_logprobs) is not None:
                 request.prompt_logprobs = tuple(self._logprobs[row, number])
-        if self._rows != list(range(len(self._ids))):  # several answers to one prompt
-            index = torch.tensor(self._rows)
+        if self.rows != list(range(len(self._ids))):  # several answers to one prompt
+            index = torch.tensor(self.rows)
             self._cache.batch_select_indices(index)
             self._mask = self._mask[index]
         batch = Batch(self._model, self.requests, self._cache, self._mask)
-        return _sample(self.requests, logits[torch.tensor(self._rows, device=logits.device), -1]), batch
+        return _sample(self.requests, logits[torch.tensor(self.rows, device=logits.device), -1]), batch
 
     def _score(self, logits: Float[Tensor, "rows chunk vocab"], start: int, end: int) -> None:
         """Compute the log-probabilities of the tokens that follow those of this chunk."""
@@ -232,6 +233,14 @@ class Scheduler:
         changed = target_logits[:, -1].argmax(-1) != steered[:, -1].argmax(-1)
         self.positions += len(changed)
         self.changed_positions += int(changed.sum())
+        self._changed_rows = changed
+
+    def _count_traced(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        """Count the last pass for requests that are traced; `rows` are their rows in it."""
+        for request, row in zip(requests, rows, strict=True):
+            if (timing := request.timing) is not None:
+                timing.positions += 1
+                timing.changed_positions += int(self._changed_rows[row])
 
     @property
     def has_work(self) -> bool:
@@ -301,6 +310,8 @@ class Scheduler:
             texts = together
         for request in admitted:
             self.waiting.remove(request)
+            if request.timing is not None and request.timing.prefill is None:
+                request.timing.prefill = time.time_ns()
         self.prompt_tokens += sum(len(request.prompt) for request in admitted if not request.answer)
         try:
             if speculates and self._speculation is not None:
@@ -329,6 +340,7 @@ class Scheduler:
                 continue
             if result is not None:
                 self._prefills.remove(prefill)
+                self._count_traced(prefill.requests, prefill.rows)
                 self._start_decoding(*result)
 
     def _start_decoding(self, outputs: StepOutput, batch: Batch) -> None:
@@ -357,6 +369,7 @@ class Scheduler:
                 group.requests = []
                 self._retry(requests, error)
                 continue
+            self._count_traced(requests, range(len(requests)))
             self._record(group, outputs)
         self._groups = [group for group in self._groups if group.requests]
 

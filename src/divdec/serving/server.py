@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import threading
@@ -33,6 +34,7 @@ from divdec.serving.schemas import (
     TokenizeRequest,
     server_closing,
 )
+from divdec.serving.tracing import trace_request, tracer_from_environment
 
 DRAIN = 5  # seconds in which connections receive the last of their replies
 KEEP_ALIVE = 30  # seconds
@@ -54,7 +56,7 @@ def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServerOpt
     Raises:
         UsageError: another process listens on the port.
     """
-    server = HttpServer(engines, port, options)
+    server = HttpServer(engines, port, options, tracer_from_environment())
     logging.getLogger().handlers = [_JsonHandler(logging.WARNING)]
     names = ", ".join(f"{name} ({engine.steering})" for name, engine in engines.items())
     server.on_ready = lambda: print(f"serving {names} on {server.url}/v1", flush=True)
@@ -69,8 +71,10 @@ class HttpServer(uvicorn.Server):
         url: URL of the server.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions) -> None:
-        """Prepare; `run` starts the engines. See `serve` for the arguments."""
+    def __init__(
+        self, engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions, tracer: Any = None
+    ) -> None:
+        """Prepare; `run` starts the engines. See `create_app` for the arguments."""
         self._engines, self._port, self._timeout = engines, port, options.shutdown_timeout
         self._stopping = threading.Event()
         self.on_ready: Callable[[], None] = lambda: None
@@ -79,7 +83,7 @@ class HttpServer(uvicorn.Server):
         self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{number}"
         super().__init__(
             uvicorn.Config(
-                create_app(engines, options, self._stopping.is_set), ws="none", lifespan="off",
+                create_app(engines, options, self._stopping.is_set, tracer), ws="none", lifespan="off",
                 log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=DRAIN, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
             )
@@ -135,19 +139,23 @@ class _JsonHandler(logging.Handler):
         write_log(event=record.name, **fields)
 
 
-def create_app(engines: Mapping[str, Engine], options: ServerOptions, closing: Callable[[], bool]) -> FastAPI:
+def create_app(
+    engines: Mapping[str, Engine], options: ServerOptions, closing: Callable[[], bool], tracer: Any = None
+) -> FastAPI:
     """Create the application for started engines.
 
     Args:
         engines: engines by model name.
         options: options of the process.
         closing: whether the server shuts down and refuses requests.
+        tracer: OpenTelemetry tracer of requests; None for no spans.
     """
     server = Server(engines, options, Metrics(engines))
     app = FastAPI(
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
     )
-    app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing)
+    trace = None if tracer is None else functools.partial(trace_request, tracer, engines)
+    app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing, trace=trace)
     if options.cors_origins:  # outside of the other, because a preflight request has no key and errors need the headers
         app.add_middleware(
             CORSMiddleware, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],

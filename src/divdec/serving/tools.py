@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from divdec.serving.grammar import TAGS
+
 HERMES: Mapping[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -77,7 +79,7 @@ class ToolCallParser:
 
     def _end_call(self, value: Any) -> str:
         """Add a call if it is one, and return the text that is content instead."""
-        text, self._call_text = self._call_text, ""
+        text, self._call_text = self._call_text.replace(TAGS[0], ""), ""  # a call within a call
         try:
             value = json.loads(value) if isinstance(value, str) else value
             call = value.get("function", value)

@@ -291,9 +291,16 @@ def check_choice(bundle, request, prompt, echoed, answer):
     for position, token in enumerate(tokens):
         scores = logits[len(prompt) + position - 1]
         assert not scores[token].isneginf(), "a suppressed token was answered"
-        check_token(request, scores, prompt, tokens[:position], token)
+        if not has_grammar(request):
+            check_token(request, scores, prompt, tokens[:position], token)
     check_text(bundle, request, prompt, tokens, echoed, answer)
     return len(tokens)
+
+
+def has_grammar(request):
+    """Whether a grammar excludes tokens before the request's own choice among them."""
+    formed = getattr(request, "response_format", None)
+    return (formed is not None and formed.schema_of_reply is not None) or getattr(request, "forces_call", False)
 
 
 def check_told(expected, token, logprob, top):
