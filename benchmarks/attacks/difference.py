@@ -57,12 +57,12 @@ from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
+from divdec.model.takedowns import with_registry
 from divdec.passes import logit_width
 from divdec.runs import read_json, write_json
 from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
-from divdec.takedowns.correction import with_registry
 from divdec.takedowns.registry import Registry
 from divdec_research.report.tables import markdown_table
 
