@@ -25,8 +25,9 @@ from divdec.data.records import Message, Record, json_rows, read_text, write_rec
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.phrases import holds, words
+from divdec.evaluation.results import SUMMARY, read_results
 from divdec.evaluation.run import evaluate
-from divdec.runs import read_json, write_json, write_text
+from divdec.runs import RECORD, read_json, read_record, write_json, write_text
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings
 from divdec_research.report.tables import markdown_table
@@ -142,8 +143,10 @@ def write_data(options, folder, subjects):
     people = [row["subject"] for row in json.loads(read_text(options.rwku / "subjects.json"))]
     if unknown := [name for name in subjects if name not in people]:
         raise UsageError(f"--subjects has {unknown[0]!r}, who is not in {options.rwku / 'subjects.json'}")
-    order = random.Random(options.seed)
-    others = order.sample([name for name in people if name not in subjects], options.keep)
+    order, rest = random.Random(options.seed), [name for name in people if name not in subjects]
+    if not 1 <= options.keep <= len(rest):
+        raise UsageError(f"--keep is {options.keep}; accepted: 1 to {len(rest)}, the other people of the data")
+    others = order.sample(rest, options.keep)
     texts = passages_of(options.rwku, subjects, PASSAGES) | passages_of(options.rwku, others, KEPT_PASSAGES)
     # A text about somebody else that names a person to forget would let q read about them.
     last_names = {words(name)[-1] for name in subjects}
@@ -165,12 +168,30 @@ def write_data(options, folder, subjects):
         write_records(folder / f"{stem}.jsonl", records)
 
 
-def measure(options, model, output, subjects, sweep=()):
+def finished(folder):
+    """Whether a folder holds a finished run."""
+    return (read_record(folder) or {}).get("status") == "finished"
+
+
+def measure(options, model, output, sweep=()):
+    """Measure a model on the people, or read what an earlier call measured."""
+    if finished(output):
+        return [read_results(file.parent) for file in sorted(output.rglob(SUMMARY))]
     settings = RwkuSettings(
-        models=(str(model),), data=str(options.rwku), subjects=tuple(subjects), limit=options.limit, sweep=sweep,
-        output=str(output), overwrite=False,
+        models=(str(model),), data=str(options.rwku), subjects=tuple(options.subjects), limit=options.limit,
+        sweep=sweep, output=str(output),
     )  # fmt: skip
     return evaluate(settings, RwkuSuite.read(settings, report), report=report)
+
+
+def check_options(options):
+    """Refuse an output folder that was begun with other options, whose results would be taken for these."""
+    file = options.output / "options.json"
+    given = {name: value for name, value in vars(options).items() if name != "output"}
+    given["rwku"] = str(options.rwku)
+    if file.is_file() and (changed := [name for name, value in read_json(file).items() if value != given.get(name)]):
+        raise UsageError(f"{options.output} was begun with another --{changed[0]}; give another --output")
+    write_json(file, given)
 
 
 def table(target, steered):
@@ -192,6 +213,7 @@ def table(target, steered):
 
 def run(options):
     options.output.mkdir(parents=True, exist_ok=True)
+    check_options(options)
     write_data(options, options.output, options.subjects)
     pair = options.output / "pair"
     settings = AuxiliarySettings(
@@ -199,12 +221,12 @@ def run(options):
         retain=str(options.output / "retain.jsonl"), output=str(pair), adapters=True, lr=options.lr,
         epochs=options.epochs, seed=options.seed,
     )  # fmt: skip
-    if not (pair / BUNDLE).is_dir():
+    if not finished(pair):
         train_auxiliaries(settings, report)
-    chosen = read_json(pair / "run.json")["effects"]["best"]
-    target = measure(options, options.target, options.output / "target", options.subjects)[0]
+    chosen = read_json(pair / RECORD)["effects"]["best"]
+    target = measure(options, options.target, options.output / "target")[0]
     rules = tuple(dict.fromkeys((chosen, *RULES[: options.rules])))
-    steered = measure(options, pair / BUNDLE, options.output / "steered", options.subjects, rules)
+    steered = measure(options, pair / BUNDLE, options.output / "steered", rules)
     text = table(target, steered)
     write_text(options.output / "table.md", text)
     print(
