@@ -28,7 +28,7 @@ from divdec.evaluation.phrases import holds, words
 from divdec.evaluation.results import SUMMARY, read_results
 from divdec.evaluation.run import evaluate
 from divdec.runs import RECORD, read_json, read_record, write_json, write_text
-from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
+from divdec.training.auxiliaries import BUNDLE, faults_of, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.rwku import ATTACKS, LEVELS, RwkuSuite
@@ -223,15 +223,15 @@ def run(options):
     )  # fmt: skip
     if not finished(pair):
         train_auxiliaries(settings, report)
-    chosen = read_json(pair / RECORD)["effects"]["best"]
+    trained = read_json(pair / RECORD)
+    chosen, faults = trained["effects"]["best"], faults_of(trained)
     target = measure(options, options.target, options.output / "target")[0]
     rules = tuple(dict.fromkeys((chosen, *RULES[: options.rules])))
-    steered = measure(options, pair / BUNDLE, options.output / "steered", rules)
-    text = table(target, steered)
+    text = table(target, measure(options, pair / BUNDLE, options.output / "steered", rules))
+    found = f"found no rule that is good enough ({'; '.join(faults)})" if faults else f"chose {chosen}"
+    text = f"{', '.join(options.subjects)}: divdec train {found}. Steered columns: share of the target's.\n\n{text}"
     write_text(options.output / "table.md", text)
-    print(
-        f"{', '.join(options.subjects)}; divdec train chose {chosen}. Steered columns: share of the target's.\n{text}"
-    )
+    print(text)
 
 
 def main(arguments=None):
