@@ -19,9 +19,9 @@ from research.studies import sequential
 from research.studies.sequential import (
     METHODS,
     PROTOCOLS,
-    SettingScores,
     SequenceStep,
     SequentialSettings,
+    SettingScores,
     choose_setting,
     demo_sequence,
     distance,
