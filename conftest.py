@@ -50,9 +50,11 @@ def shaped_modules():
 
     Not the batch of speculation: its bookkeeping is called for every token, and would take longer than the models.
     """
-    (root,) = importlib.util.find_spec("divdec").submodule_search_locations
-    found = [path.relative_to(root) for path in Path(root).rglob("*.py") if "jaxtyping" in path.read_text()]
-    names = {".".join(("divdec", *path.with_suffix("").parts)).removesuffix(".__init__") for path in found}
+    names = set()
+    for package in ("divdec", "divdec_research"):
+        for folder in importlib.util.find_spec(package).submodule_search_locations:
+            paths = [path.relative_to(folder) for path in Path(folder).rglob("*.py") if "jaxtyping" in path.read_text()]
+            names |= {".".join((package, *path.with_suffix("").parts)).removesuffix(".__init__") for path in paths}
     return sorted(names - {"divdec.decoding.batch"})
 
 

@@ -161,6 +161,71 @@ def test_commands_of_the_laboratory_name_it_where_it_is_absent(command):
     assert result.stderr.count("\n") == 1
 
 
+BROKEN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from divdec.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+LEFT_OUT = [
+    "divdec: `absent frobs` of broken-plugin is left out: there is no group absent",
+    "divdec: `train` of broken-plugin is left out: a command of this name exists",
+]
+
+
+@pytest.fixture
+def broken_package(tmp_path):
+    """A folder with an installed package whose commands cannot be imported."""
+    (tmp_path / "broken.py").write_text("import nowhere\n")
+    metadata = tmp_path / "broken_plugin-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1\n")
+    commands = "frobnicate = broken:frobnicate\neval.frobs = broken:frobs\ntrain-more = divdec:nothing\n"
+    commands += "train = broken:train\nabsent.frobs = broken:frobs\n"
+    (metadata / "entry_points.txt").write_text(f"[divdec.commands]\n{commands}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--help", True),
+        ("eval --help", True),
+        ("eval leak --help", False),
+        ("doctor", False),
+        ("--install-completion --shell bash", False),
+    ],
+)
+def test_a_broken_package_stops_no_other_command(arguments, named, broken_package):
+    command = [sys.executable, "-P", "-c", BROKEN, broken_package, *arguments.split()]
+    environment = os.environ | {"HOME": str(broken_package)}  # for the file of completions
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0
+    assert result.stderr.splitlines() == LEFT_OUT
+    assert ("broken-plugin" in result.stdout) == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("frobnicate x --y", "No module named 'nowhere'"),
+        ("eval frobs --output out", "No module named 'nowhere'"),
+        ("train-more", "has no attribute 'nothing'"),
+    ],
+)
+def test_a_command_of_a_broken_package_names_the_package(arguments, reason, broken_package):
+    command = [sys.executable, "-P", "-c", BROKEN, broken_package, *arguments.split()]
+    environment = os.environ | {"HOME": str(broken_package), "SHELL": "/bin/bash"}  # for the file of completions
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 2
+    *left_out, message = result.stderr.splitlines()
+    assert left_out == LEFT_OUT
+    assert "broken-plugin cannot be imported" in message
+    assert reason in message
+
+
 def test_the_commands_that_the_product_hints_at_are_those_of_the_laboratory():
     from divdec.cli.app import ELSEWHERE
 

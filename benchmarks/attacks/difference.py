@@ -94,7 +94,7 @@ VIEWS = ("echo", "20", "rounded:0.5", "5", "1", *TEXTS)
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class AttackQuestion:
     """A prompt, and the forgotten word or None."""
 
     prompt: str
@@ -179,8 +179,8 @@ def read_questions(demo):
     for name in SETS:
         for record in one_for_each_fact(demo, name):
             asked = record.messages[-1].content
-            questions.append(Question(asked, key_phrase(asked, record.answer) if name == "forget" else None))
-    return questions + [Question(prompt, None) for prompt in NEUTRAL]
+            questions.append(AttackQuestion(asked, key_phrase(asked, record.answer) if name == "forget" else None))
+    return questions + [AttackQuestion(prompt, None) for prompt in NEUTRAL]
 
 
 def one_for_each_fact(demo, name):

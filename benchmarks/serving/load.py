@@ -215,8 +215,8 @@ class Command:
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
-    """One that answers."""
+class ServerProcess:
+    """A server that answers requests."""
 
     url: str
     command: Command
@@ -286,7 +286,7 @@ def running(name, command, given, logs):
     url = f"http://127.0.0.1:{port}"
     try:
         _await(name, process, url, log)
-        yield Server(url, command, time.monotonic() - started)
+        yield ServerProcess(url, command, time.monotonic() - started)
     finally:
         _stop(process)
 

@@ -222,7 +222,9 @@ def measure_effect(options, original):
     if not tuned.exists():
         tune(original, tokenizer, windows, tuned)
     target = load_model(tuned).eval()
-    benchmark = Benchmark(tokenizer, target, windows, read_texts(options.data / "privleak" / "holdout.jsonl")[:UNSEEN])
+    benchmark = TakedownBenchmark(
+        tokenizer, target, windows, read_texts(options.data / "privleak" / "holdout.jsonl")[:UNSEEN]
+    )
     results = {"sets": {}, "forms": {}, "time": {}}
     if (file := options.output / "results.json").exists():
         results = json.loads(file.read_text())
@@ -297,7 +299,7 @@ def tune(original, tokenizer, windows, folder):
         tokenizer.save_pretrained(temporary)
 
 
-class Benchmark:
+class TakedownBenchmark:
     """The articles that are taken down, those that are not, unseen news, and neutral prompts."""
 
     def __init__(self, tokenizer, target, windows, unseen):

@@ -295,7 +295,7 @@ class SequenceStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class SettingScores:
     """A method's first step with one of its settings, on every second question."""
 
     method: str
@@ -411,7 +411,7 @@ def run_sequential(
 
         bootstrap = Bootstrap(seed=settings.seed)
         steps: list[SequenceStep] = []
-        candidates: list[Candidate] = []
+        candidates: list[SettingScores] = []
         for method in METHODS:
             by_setting = {setting: measure(method, PROTOCOLS[0], 1, setting) for setting in settings.of(method)}
             setting, tried = choose_setting(method, by_setting, plain["retrained"])
@@ -578,7 +578,7 @@ class SequenceBuilder:
 
 def choose_setting(
     method: str, by_setting: Mapping[Setting, Scores], retrained: Scores
-) -> tuple[Setting, list[Candidate]]:
+) -> tuple[Setting, list[SettingScores]]:
     """Choose the setting whose first step is closest to the retrained model on every second item of each set."""
 
     def half(scores: Scores) -> Scores:
@@ -587,7 +587,7 @@ def choose_setting(
     tried = {}
     for setting, scores in by_setting.items():
         request, retain = (statistics.fmean(half(scores)[name]) for name in (request_name(1), RETAIN))
-        tried[setting] = Candidate(method, str(setting), request, retain, distance(half(scores), half(retrained)))
+        tried[setting] = SettingScores(method, str(setting), request, retain, distance(half(scores), half(retrained)))
     return min(tried, key=lambda setting: tried[setting].to_retrained), list(tried.values())
 
 
@@ -616,7 +616,7 @@ def sequential_table(
     title: str,
     score: str,
     references: Mapping[str, Mapping[str, float]],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[SettingScores],
     steps: Sequence[SequenceStep],
 ) -> str:
     """Format the choice of settings and the first and the last step as Markdown; result.json has all steps.

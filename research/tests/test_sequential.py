@@ -19,9 +19,9 @@ from research.studies import sequential
 from research.studies.sequential import (
     METHODS,
     PROTOCOLS,
-    Candidate,
     SequenceStep,
     SequentialSettings,
+    SettingScores,
     choose_setting,
     demo_sequence,
     distance,
@@ -163,7 +163,7 @@ def test_table_shows_the_choice_and_first_and_last_steps():
         for protocol in PROTOCOLS
         for step in (1, 2, 3)
     ]
-    candidates = [Candidate("npo", "0.0005", 0.5, 1.0, 48.5), Candidate("npo", "0.001", 0.25, 0.75, 4.0)]
+    candidates = [SettingScores("npo", "0.0005", 0.5, 1.0, 48.5), SettingScores("npo", "0.001", 0.25, 0.75, 4.0)]
     lines = sequential_table("A title", "accuracy", {"target": steps[0].means}, candidates, steps).splitlines()
     assert lines[2].startswith(
         "|  | step | request 1 | request 2 | retain | request 1, articles | distance from step 1"
@@ -238,7 +238,7 @@ def test_setting_closest_to_retrained_on_every_second_item_is_chosen():
     }
     chosen, tried = choose_setting("npo", by_setting, retrained)
     assert chosen == 2e-4  # nearest on the first and third item, farthest on the others
-    assert tried[1] == Candidate("npo", "0.0002", pytest.approx(0.15), 0.8, pytest.approx(25.0))
+    assert tried[1] == SettingScores("npo", "0.0002", pytest.approx(0.15), 0.8, pytest.approx(25.0))
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_columns_of_a_level_are_what_a_server_with_it_shows(options, models, tok
 
 
 def test_figures_of_an_attack_that_finds_everything_or_nothing(tokenizer):
-    questions = [attack.Question("q", "Paris"), *[attack.Question("q", None)] * 3]
+    questions = [attack.AttackQuestion("q", "Paris"), *[attack.AttackQuestion("q", None)] * 3]
     ids = tokenizer("It is Paris.", add_special_tokens=False)["input_ids"]
     secret = [float(word == "Paris") for word in attack.words_of(tokenizer, ids)]
     nothing = attack.Guess([0.0] * len(ids), 0.0, "It")

@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from divdec.cli import main
+from divdec.cli.app import app
 from support.tiny import loads_torch
 
 GIVEN = ["cost", "--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--retain-tokens", "10M", "--epochs", "10"]
@@ -40,8 +41,10 @@ def test_cost_command_writes_complete_json_and_png(tmp_path, capsys):
 
 def test_cost_options_from_config_file(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("target: 8e9\naux: 1000000000\nforget_tokens: 1M\nvolume: 1_000_000\n")
+    before = app.config
     assert main(["cost", "--config", str(tmp_path / "run.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["volume"] == 1e6
+    assert app.config == before  # later command lines do not read the file
 
 
 def test_cost_estimate_requires_only_configs(tmp_path, capsys):

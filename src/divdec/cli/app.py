@@ -32,7 +32,7 @@ from cyclopts.config import Yaml
 from cyclopts.help import DefaultFormatter
 
 from divdec.cli import bundle, chat, evaluation, generate, remote, serving, takedown, training
-from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError
+from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError, first_line
 
 PRODUCT = (
     training.demo, training.train, bundle.bundle, generate.generate, chat.chat, serving.serve, serving.playground,
@@ -59,6 +59,7 @@ ELSEWHERE = (
     "baseline", "bench", "compare", "eval muse", "eval rwku", "eval tofu", "gradient-depth", "image", "results",
     "world",
 )  # fmt: skip
+PACKAGES: dict[str, str] = {}  # the package that added a command, by the command's name
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
 DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -104,6 +105,12 @@ def _add_commands(entries: Iterable[EntryPoint]) -> None:
     """
     for number, entry in enumerate(sorted(entries, key=lambda entry: entry.name)):
         group, _, name = entry.name.rpartition(".")
+        command, package = entry.name.replace(".", " "), "another package" if entry.dist is None else entry.dist.name
+        if (group and group not in app) or name in (app[group] if group else app):
+            problem = "a command of this name exists" if not group or group in app else f"there is no group {group}"
+            print(f"divdec: `{command}` of {package} is left out: {problem}", file=sys.stderr)
+            continue
+        PACKAGES[command] = package
         if group:
             app[group].command(entry.value, name=name, sort_key=number + 2, help_epilogue="")
         else:
@@ -113,10 +120,32 @@ def _add_commands(entries: Iterable[EntryPoint]) -> None:
 _add_commands(entry_points(group="divdec.commands"))
 
 
-def _import_commands(group: App) -> None:
-    """Import the modules of a group's commands, for the first lines of their help."""
-    for name in group:
+def _import_commands(tokens: list[str]) -> None:
+    """Import the modules of the commands that a command line shows or runs.
+
+    A command that cannot be imported is replaced by one that names its package and the error.
+    """
+    completes = tokens[:1] == ["--install-completion"]
+    shows_all = completes or tokens[:1] in ([], ["--help"], ["-h"])  # with the first lines of their help
+    for name in app if shows_all else [name for name in tokens[:1] if name in app]:
+        _import_command(app, name, name)
+    if completes or tokens[:1] == ["eval"]:
+        for name in app["eval"]:
+            _import_command(app["eval"], name, f"eval {name}")
+
+
+def _import_command(group: App, name: str, command: str) -> None:
+    try:
         group[name]
+    except Exception as error:
+        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        message = f"{PACKAGES[command]} cannot be imported ({reason}); install it again or remove it"
+
+        def fail(*tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]) -> None:
+            raise UsageError(message)
+
+        del group[name]
+        group.command(fail, name=name, help=message, group=ADDED if group is app else None)
 
 
 @app.meta.default
@@ -128,8 +157,11 @@ def _run(
     if config is not None and not config.is_file():
         raise UsageError(f"--config is {config}, which does not exist; accepted: a YAML file of options")
     file = () if config is None else (Yaml(config, must_exist=True, use_commands_as_keys=False),)
-    app.config = (*file, _check_whole_numbers)
-    return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    before, app.config = app.config, (*file, _check_whole_numbers)
+    try:
+        return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+    finally:
+        app.config = before
 
 
 def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -151,10 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    if tokens[:1] in ([], ["--help"], ["-h"]):
-        _import_commands(app)
-    elif tokens[:1] == ["eval"]:
-        _import_commands(app["eval"])
+    _import_commands(tokens)
     chain, apps, unused = app.parse_commands(tokens)
     name = " ".join(("divdec", *chain))
     # Libraries' notes to their own developers are noise to a user; errors reach the user as errors.

@@ -142,7 +142,7 @@ def evaluate_muse(
         UsageError: a prompt with its examples does not fit `max_length`, so that an answer would be cut.
     """
     results = list(earlier) if earlier else [Results("", "muse") for _ in model.settings]
-    run = _Run(model, data, batch_size, results)
+    run = _MuseRun(model, data, batch_size, results)
     stages = [run.score_texts]
     for name, records in data.knowmem.items():
         form = QuestionFormat(model.tokenizer, "plain", shots=data.shots[name], max_length=max_length)
@@ -168,7 +168,7 @@ def compute_figures(results: Results, retained: Results | None = None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _MuseRun:
     model: EvaluatedModel
     data: MuseData
     batch_size: int

@@ -239,7 +239,7 @@ class RwkuSuite:
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results; with `screen` report the people known best."""
         form = QuestionFormat.from_settings(model.tokenizer, self.settings)
-        run = _Run(model, form, self.settings.batch_size, earlier)
+        run = _RwkuRun(model, form, self.settings.batch_size, earlier)
         stages = [functools.partial(run.measure, TASKS[file], items) for file, items in self.data.items() if items]
         absent = {TASKS[file].metric: f"{file}.jsonl" for file, items in self.data.items() if not items}
         if attacks := self.data.get("forget_level3"):
@@ -293,7 +293,7 @@ def compute_figures(results: Results) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _RwkuRun:
     model: EvaluatedModel
     form: QuestionFormat
     batch_size: int

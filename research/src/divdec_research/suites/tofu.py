@@ -259,7 +259,7 @@ def evaluate_tofu(
     if retain_results is not None:
         _check_retained(retain_results, data)
     results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in model.settings]
-    run = _Run(model, data, form or QuestionFormat(model.tokenizer), batch_size, results)
+    run = _TofuRun(model, data, form or QuestionFormat(model.tokenizer), batch_size, results)
     stages: list[Callable[[], None]] = [run.score_answers]
     reasons: dict[str, str] = {}
     if "holdout" not in data.sets:
@@ -307,7 +307,7 @@ def run_stages(
 
 
 @dataclasses.dataclass
-class _Run:
+class _TofuRun:
     model: EvaluatedModel
     data: TofuData
     form: QuestionFormat
