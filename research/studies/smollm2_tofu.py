@@ -235,11 +235,9 @@ def collect(output, methods):
     trials = [*map(Trial, REFERENCES), *trials_of(methods, "pretrained")]
     figures = {}
     for trial in trials:
-        seed = output / "compare" / "seed-0"
-        if (seed / trial.folder / "trial.json").exists() and not read_json(seed / trial.folder / "trial.json")[
-            "failed"
-        ]:
-            figures[trial] = tofu_figures(read_results(seed / trial.folder))
+        folder = output / "compare" / "seed-0" / trial.folder
+        if (folder / "run.json").exists() and not read_json(folder / "run.json")["failed"]:
+            figures[trial] = tofu_figures(read_results(folder))
     target, retrain = (figures[Trial(name)] for name in REFERENCES)
     rows = []
     for trial, own in figures.items():

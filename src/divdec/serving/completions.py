@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -199,37 +200,48 @@ class CompletionCall:
             )
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield the outputs of all replies as they arrive, each with the index of its reply.
+        """Yield what may be sent of all replies as they arrive, each with the index of its reply.
 
         Raises:
             Busy, Closing, FailedClosed, UsageError: the engine's error of the first reply that fails.
             TimeoutError: the replies take longer than the server allows.
         """
+        suppression = self.server.options.suppression
+        waiting: list[list[RequestOutput]] = [[] for _ in self.replies]
+        self.logprobs = [[] for _ in self.replies]
+        observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
+        async with contextlib.aclosing(self._merged_replies()) as outputs:
+            async for index, output in outputs:
+                observe(index, len(output.tokens))
+                self.record.generated_tokens += len(output.tokens)
+                self.logprobs[index] += [token.logprob for token in output.logprobs]
+                waiting[index].append(output)
+                if output.finish_reason:
+                    if suppression.refuses(output.suppressed):
+                        prompt = waiting[index][0].prompt_logprobs
+                        waiting[index] = [
+                            RequestOutput(suppression.refusal, prompt_logprobs=prompt, finish_reason=FILTERED)
+                        ]
+                    self.record.finish_reasons.add(waiting[index][-1].finish_reason or "")
+                elif suppression.action == "refuse":
+                    continue  # a streamed part could not be taken back
+                for part in waiting[index]:
+                    yield index, part
+                waiting[index].clear()
+
+    async def _merged_replies(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Generate all replies at once, and yield their outputs as they arrive; see `_outputs` for errors."""
         outputs: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue()
 
         async def generate(index: int, prompt: list[int], params: SamplingParams) -> None:
-            if (timings := self.record.timings) is not None:
-                timings.append(RequestTiming(len(prompt)))
-            timing = timings[-1] if timings else None
-            stream = self.engine.generate(prompt, params, timing)
             try:
-                async for output in stream:
-                    if timing is not None:
-                        timing.generated_tokens += len(output.tokens)
-                        timing.suppressed = output.suppressed
-                    outputs.put_nowait((index, output))
+                async with contextlib.aclosing(self._reply(prompt, params)) as reply:
+                    async for output in reply:
+                        outputs.put_nowait((index, output))
             except Exception as error:
                 outputs.put_nowait((index, error))
-            finally:
-                await stream.aclose()
-                if timing is not None:
-                    timing.end = time.time_ns()
 
-        suppression = self.server.options.suppression
-        held: list[list[RequestOutput]] = [[] for _ in self.replies]
-        self.logprobs = [[] for _ in self.replies]
         deadline = asyncio.get_running_loop().time() + self.server.options.max_seconds
-        observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
         tasks = [asyncio.create_task(generate(index, *reply)) for index, reply in enumerate(self.replies)]
         unfinished = len(tasks)
         try:
@@ -238,28 +250,30 @@ class CompletionCall:
                     index, output = await outputs.get()
                 if isinstance(output, Exception):
                     raise output
-                observe(index, len(output.tokens))
-                self.record.generated_tokens += len(output.tokens)
-                self.logprobs[index] += [token.logprob for token in output.logprobs]
-                held[index].append(output)
-                if output.finish_reason:
-                    unfinished -= 1
-                    if suppression.refuses(output.suppressed):
-                        prompt = held[index][0].prompt_logprobs
-                        held[index] = [
-                            RequestOutput(suppression.refusal, prompt_logprobs=prompt, finish_reason=FILTERED)
-                        ]
-                    self.record.finish_reasons.add(held[index][-1].finish_reason or "")
-                elif suppression.action == "refuse":
-                    continue  # a streamed part could not be taken back
-                for part in held[index]:
-                    yield index, part
-                held[index].clear()
+                unfinished -= bool(output.finish_reason)
+                yield index, output
         finally:
             # Cancelling closes the engine's generators, which aborts their requests.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _reply(self, prompt: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one reply, and time it where requests are traced."""
+        timing = None
+        if self.record.timings is not None:
+            timing = RequestTiming(len(prompt))
+            self.record.timings.append(timing)
+        try:
+            async with contextlib.aclosing(self.engine.generate(prompt, params, timing)) as stream:
+                async for output in stream:
+                    if timing is not None:
+                        timing.generated_tokens += len(output.tokens)
+                        timing.suppressed = output.suppressed
+                    yield output
+        finally:
+            if timing is not None:
+                timing.end = time.time_ns()
 
     async def _whole(self) -> Event:
         outputs: list[list[RequestOutput]] = [[] for _ in self.replies]
@@ -269,14 +283,11 @@ class CompletionCall:
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         started: set[int] = set()
-        outputs = self._outputs()
-        try:
+        async with contextlib.aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
                 for choice in self.deltas(index, output, index not in started):
                     yield self._envelope(self.event_name, [choice])
                 started.add(index)
-        finally:
-            await outputs.aclose()
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield self._envelope(self.event_name, [], usage=self._usage())
 

@@ -1,6 +1,6 @@
 """The comparison behind `divdec compare`: every trial on every seed, then leaks and costs of the best settings.
 
-A trial's folder holds the results as `divdec eval` writes them, and `trial.json`, which is written last and marks the
+A trial's folder holds the results as `divdec eval` writes them, and `run.json`, which is written last and marks the
 folder as complete: a comparison that was interrupted continues after its last complete trial. A failed trial is a row
 of the table.
 """
@@ -38,7 +38,7 @@ from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import ResultCache, RunFolder, output_folder, read_json, read_record, settings_hash, write_json
+from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
 from divdec.training.distillation import distill
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WORK = ("data", "bundle", "retrain", "base", "split", "holdout", "limit", "tofu", "muse")
-TRIAL = "trial.json"
 MODEL = "model"
 TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
 LOG = "jobs.log"  # standard error of parallel processes
@@ -327,10 +326,8 @@ def _seconds_per_token(model: PreTrainedModel, prompt: Sequence[int]) -> float:
 def read_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult | None:
     """Read the result of an earlier run if it is complete, did not fail, and used the same benchmark."""
     folder = seed_folder / trial.folder
-    if not (folder / TRIAL).is_file():
-        return None
-    content = read_json(folder / TRIAL)
-    if content["fingerprint"] != trial.fingerprint(benchmark) or content["failed"] is not None:
+    content = read_record(folder)
+    if content is None or content["fingerprint"] != trial.fingerprint(benchmark) or content["failed"] is not None:
         return None
     return TrialResult(trial, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]))
 
@@ -355,11 +352,11 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
     except (UsageError, Diverged, FailedClosed, torch.OutOfMemoryError) as error:
         failed = first_line(error)
     content = {
-        "method": trial.method, "setting": trial.label, "options": trial.settings, "seed": benchmark.seed,
+        "method": trial.method, "setting": trial.label, "seed": benchmark.seed,
         "seconds": built.seconds, "extra_bytes": extra, "notes": list(built.notes), "failed": failed,
         "fingerprint": trial.fingerprint(benchmark),
     }  # fmt: skip
-    write_json(folder / TRIAL, content)
+    write_json(folder / RECORD, record("trial", trial.settings, **content))
     return TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
 
 

@@ -23,7 +23,7 @@ from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import output_folder, read_json, record, settings_hash, write_json
+from divdec.runs import RECORD, output_folder, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 
@@ -38,7 +38,6 @@ CHAT_TEMPLATE = (
     "{% else %}{{ '<|user|>' + message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-STAGE_RECORD = "stage.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +186,8 @@ class StageCache:
     def _run(
         self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings, folder: Path
     ) -> Path:
-        if (folder / STAGE_RECORD).is_file():
-            self.seconds[name] = read_json(folder / STAGE_RECORD)["seconds"]
+        if (finished := read_record(folder)) is not None:
+            self.seconds[name] = finished["seconds"]
             self.report(f"{name}: in the cache")
             return folder
         from divdec.training.fine_tuning import fine_tune
@@ -202,7 +201,7 @@ class StageCache:
             model.save_pretrained(temporary)
             self.tokenizer.save_pretrained(temporary)
             content = {"seconds": self.seconds[name], "steps": result.steps, "tokens": result.tokens}
-            write_json(temporary / STAGE_RECORD, record(name, settings, **content))
+            write_json(temporary / RECORD, record(name, settings, **content))
         shutil.rmtree(checkpoints, ignore_errors=True)
         return folder
 
