@@ -458,9 +458,11 @@ def _answers(
     device: Any = PartialState().device
     model = model.to(device).eval()
     asked = [exchange.record for exchange in exchanges]
-    greedy = answers(model, tokenizer, asked, form=form, max_new_tokens=ANSWER)
+    greedy = answers(model, tokenizer, asked, form=form, max_new_tokens=ANSWER, title="answers to the forget set")
     prompts = encode_prompts(asked, tokenizer, form)
-    sampled = samples(model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER)
+    sampled = samples(
+        model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER, title="sampled answers to the forget set"
+    )
     return [[one, *more] for one, more in zip(greedy, sampled, strict=True)]
 
 
