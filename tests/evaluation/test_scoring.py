@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
+from divdec.evaluation import scoring
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, probability_drops, score, score_settings
@@ -51,6 +52,27 @@ def test_scores_match_hand_computed_values():
 @pytest.fixture(scope="module")
 def model():
     return DivergenceForCausalLM.from_parts(*make_parts("llama"), steering="linear:1.5")
+
+
+def test_long_answers_are_scored_in_smaller_batches(model, monkeypatch):
+    settings, kept = [Steering.parse("linear:1.5"), Steering.parse("rank:2")], []
+    prompt, answer = [5, 9, 7], list(range(10, 40))
+    ids = [*prompt, *answer]
+    examples = [*EXAMPLES, Example(ids, [IGNORED] * 3 + answer), Example(ids, [IGNORED] * 3 + answer)]
+    expected = score_settings(model, examples, settings)
+    components = model.components
+
+    def counted(input_ids, mask, positions, cache, logits_to_keep):
+        kept.append(len(input_ids) * logits_to_keep)
+        return components(input_ids, mask, positions, cache, logits_to_keep)
+
+    monkeypatch.setattr(model, "components", counted)
+    monkeypatch.setattr(scoring, "MAX_POSITIONS", 12)
+    for own, other in zip(score_settings(model, examples, settings), expected, strict=True):
+        for item, whole in zip(own, other, strict=True):
+            assert item.log_probabilities == pytest.approx(whole.log_probabilities, rel=1e-4)
+    # The short answers without the shared prompt's, and the long ones one by one.
+    assert kept == [1, 12, 1, 30, 30]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Number of logits that are read at once: they fit a CPU's cache, and keep a GPU busy.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 27}
 MIN_LOG_PROBABILITY = -200.0  # float32's exp is 0 there
+# Positions of a pass whose logits are kept. With 152,000 tokens they take 1.2 GB in float32, of several models at once.
+MAX_POSITIONS = 2048
 
 Forward = Callable[[Tensor, Tensor, None, Any, int], Any]
 """Takes input_ids, attention_mask, no position_ids (models count them), a cache or None, and logits_to_keep."""
@@ -296,7 +298,8 @@ def _passes(
     alone = set(range(len(examples))).difference(*(indices for _, indices in shared))
     hidden = title is None or not is_main()
     with tqdm(total=len(examples), desc=title, unit="item", disable=hidden, dynamic_ncols=True) as bar:
-        for indices in own(_batches(alone, lambda index: len(examples[index].input_ids), batch_size)):
+        batches = _batches(alone, lambda index: len(examples[index].input_ids), batch_size)
+        for indices in own(part for batch in batches for part in _fitting(batch, examples)):
             yield indices, *_run(forward, [examples[index] for index in indices])
             bar.update(len(indices) * number_of_processes())
         # Prompts in one pass have one length. Padding on the left would not do: architectures differ in where positions
@@ -312,7 +315,8 @@ def _passes(
             start = prompts.shape[1]
             forward(prompts, torch.ones_like(prompts), None, cache, 1)
             row_of = {index: row for row, (_, indices) in enumerate(batch) for index in indices}
-            for indices in _batches(row_of, lambda index: len(examples[index].input_ids), batch_size):
+            parts = _batches(row_of, lambda index: len(examples[index].input_ids), batch_size)
+            for indices in (part for batch in parts for part in _fitting(batch, examples)):
                 rows = torch.tensor([row_of[index] for index in indices])
                 answers = [
                     Example(examples[index].input_ids[start:], examples[index].labels[start:]) for index in indices
@@ -336,6 +340,18 @@ def _run(
 def _batches(items: Any, length: Callable[[Any], int], size: int) -> Iterator[list[Any]]:
     order = sorted(items, key=length)
     return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _fitting(indices: list[int], examples: Sequence[Example]) -> Iterator[list[int]]:
+    """Halve a batch until it asks for the logits of at most `MAX_POSITIONS` positions."""
+    some = [examples[index] for index in indices]
+    kept = max(len(example.input_ids) for example in some) - min(example.prompt_length for example in some)
+    if len(indices) == 1 or len(indices) * kept <= MAX_POSITIONS:
+        yield indices
+    else:
+        half = len(indices) // 2
+        yield from _fitting(indices[:half], examples)
+        yield from _fitting(indices[half:], examples)
 
 
 def _can_select_rows(cache: Cache) -> bool:
