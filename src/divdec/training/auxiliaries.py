@@ -441,7 +441,8 @@ def _matched(
         target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
         return _answers(load_model(target, dtype=dtype_for_passes()), load_tokenizer(target), some, form, settings.seed)
 
-    for true, other in _own_words(some, on_main(ask), tokenizer, form):
+    kept = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
+    for true, other in _own_words(some, on_main(lambda: kept.get("answers of the target", None, ask)), tokenizer, form):
         p_reads.append(true)
         q_reads.append(other)
     report(
