@@ -11,11 +11,11 @@ failed. All models have random weights, created on the device: the figures are t
 
 - equality: `tests/gpu`: answers and scores are those of the CPU, overlap on CUDA streams changes nothing, a broken
   auxiliary raises.
-- decoding-8b, decoding-70b: steering, overlap and speculation with the shapes of Llama 3.1 and two Llama 3.2 1B; the
-  70B target has as many of its layers as fit into the memory. Random models do not agree, so acceptance is SIMULATED:
-  each draft is accepted with the probability --acceptance. The time is real: drafts, passes, verification and cropping
-  of caches. All rows of a batch end together when they have --new-tokens on average. Methods take turns, ratios are
-  computed within a round, and the first round is not counted.
+- decoding-8b, decoding-70b: steering, overlap, a pair of adapters and speculation with the shapes of Llama 3.1 and two
+  Llama 3.2 1B; the 70B target has as many of its layers as fit into the memory. Random models do not agree, so
+  acceptance is SIMULATED: each draft is accepted with the probability --acceptance. The time is real: drafts, passes,
+  verification and cropping of caches. All rows of a batch end together when they have --new-tokens on average. Methods
+  take turns, ratios are computed within a round, and the first round is not counted.
 - passes: one step's passes of P, q and p with a cache of fixed size, eager and compiled with CUDA graphs, and the rule.
   divdec decodes eagerly: the ratios (P + q + p + rule) / P tell what compiling would gain.
 - serving: `benchmarks.serving.load`, 1, 8 and 32 clients, beside the target's own `generate`.
@@ -41,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCri
 from benchmarks.decoding.steering import PLAIN, TARGET, per_token, random_bundle, ratio, sizes
 from divdec.decoding import speculative
 from divdec.errors import UsageError
+from divdec.experts.adapters import AdapterPair
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, read_json, write_json, write_text
 from divdec.sampling import Verdict, verify_greedy
@@ -48,6 +49,7 @@ from divdec_research.report.tables import markdown_table
 
 END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
 OVERLAP = "steered, overlap"
+ADAPTERS, RANK = "steered, adapters", 16  # q and p as LoRA adapters of one base
 SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
          "vocab_size", "tie_word_embeddings")  # fmt: skip
 LLAMA_1B = dict(zip(SHAPE, (2048, 16, 32, 8, 8192, 128256, True)))
@@ -78,6 +80,22 @@ def steered_model(shape, device, dtype):
         shapes = shapes | {"target": fitted(shapes, device, dtype)}
     models = [random_model(shapes[part], device, dtype) for part in ("target", "auxiliary", "auxiliary")]
     return DivergenceForCausalLM.from_parts(*models, steering="linear:1")
+
+
+def adapted(model):
+    """The same target with random adapters of one auxiliary as q and p, whose weights are read once."""
+    base = model.experts.retain
+    linear = {name: layer for name, layer in base.named_modules() if isinstance(layer, torch.nn.Linear)}
+    linear.pop("lm_head")
+
+    def factors():
+        sizes = {name: (layer.in_features, layer.out_features) for name, layer in linear.items()}
+        return {
+            name: tuple(0.01 * torch.randn(shape).to(base.device, base.dtype) for shape in ((RANK, n), (m, RANK)))
+            for name, (n, m) in sizes.items()
+        }
+
+    return DivergenceForCausalLM(model.config, model.target, AdapterPair(base, factors(), factors())).eval()
 
 
 def fitted(shapes, device, dtype):
@@ -167,7 +185,8 @@ def compared(model, batch, given):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)
-    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), OVERLAP: (model, None, None)}
+    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), OVERLAP: (model, None, None),
+            ADAPTERS: (adapted(model), None, None)}  # fmt: skip
     for gamma in given.gammas:
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))

@@ -18,6 +18,8 @@ def test_every_piece_runs_at_toy_size(tmp_path, monkeypatch, capsys):
     assert list(results["pieces"]) == list(gpu.PIECES)
     assert all(found["figures"] for found in results["pieces"].values())
     assert results["pieces"]["equality"]["figures"]["passed"] > 10
+    for measured in results["pieces"]["decoding-8b"]["figures"]["measured"]:
+        assert measured["rows"]["steered, adapters"]["over_target"] > 0
     # Compiled passes compute what eager ones do.
     assert all(row["difference"] < 1e-4 for row in results["pieces"]["passes"]["figures"]["rows"])
     assert (tmp_path / "results.md").read_text() in capsys.readouterr().out

@@ -15,6 +15,7 @@ from divdec import DivergenceForCausalLM, Steering, steer_rank
 from divdec.data.formatting import IGNORED, Example
 from divdec.evaluation.generation import continuations, samples
 from divdec.evaluation.scoring import score, score_settings
+from divdec.experts.adapters import AdapterPair
 from divdec_research.suites.metrics import gradient_norm
 from support import reference
 from support.exactness import assert_same_answer
@@ -69,6 +70,29 @@ def test_gpu_scores_match_cpu(pair):
     plain, expected = score(on_gpu.target, EXAMPLES), score(on_cpu.target, EXAMPLES)
     assert [item.loss for item in plain] == pytest.approx([item.loss for item in expected], abs=1e-4)
     assert gradient_norm(on_gpu, EXAMPLES[1]) == pytest.approx(gradient_norm(on_cpu, EXAMPLES[1]), rel=1e-3)
+
+
+def test_gpu_adapters_match_cpu(tokenizer):
+    torch.manual_seed(0)
+    target, base, other = make_parts("llama")
+    linear = {
+        name: layer for name, layer in base.named_modules() if isinstance(layer, torch.nn.Linear) and name != "lm_head"
+    }
+
+    def factors():
+        sizes = {name: (layer.in_features, layer.out_features) for name, layer in linear.items()}
+        return {name: (torch.randn(4, n), 0.1 * torch.randn(m, 4)) for name, (n, m) in sizes.items()}
+
+    given = factors(), factors()
+    models = []
+    for device in ("cpu", DEVICE):
+        own, of_base = (copy.deepcopy(model).to(device) for model in (target, base))
+        moved = [{name: (a.to(device), b.to(device)) for name, (a, b) in some.items()} for some in given]
+        config = DivergenceForCausalLM.from_parts(target, base, other, "linear:1.5").config
+        models.append(DivergenceForCausalLM(config, own, AdapterPair(of_base, *moved)).eval())
+    ours, theirs = (continuations(model, tokenizer, PROMPTS, max_new_tokens=8) for model in reversed(models))
+    for prompt, ids, expected in zip(PROMPTS, ours, theirs, strict=True):
+        assert_same_answer(models[0], prompt, ids, expected)
 
 
 def test_rank_ties_match_cpu():
