@@ -38,6 +38,14 @@ def test_a_reference_that_has_read_the_forget_set_is_refused(models, tokenizer, 
         "nothing was shown",
     ):
         assert any(words in fault for fault in result.faults), words
+    # A target that answers nothing can still show the forget set to membership attacks; the figures say so.
+    silent = dataclasses.replace(result.target, leaked=0.0, distance=0.3)
+    by_attacks = dataclasses.replace(result, target=silent)
+    assert by_attacks.shown
+    assert "is shown by these alone" in str(by_attacks)
+    assert "by these alone" not in str(
+        dataclasses.replace(result, target=dataclasses.replace(silent, leaked=1.0), guessed=0.0)
+    )
 
 
 class Scripted(torch.nn.Module):

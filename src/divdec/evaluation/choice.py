@@ -242,7 +242,12 @@ class RuleChoice:
                 f"{text}, {kept} and leaves {best.unchanged:.0%} of the answers to neutral prompts unchanged; "
                 f"perplexity of neutral text ×{best.perplexity:.2f}"
             )
-        return text + (f"; its AUCs differ from q's by {best.distance:.3f}" if self.reference else "")
+        if not self.reference:
+            return text
+        text += f"; its AUCs differ from q's by {best.distance:.3f} (the target's by {self.target.distance:.3f})"
+        if not self.target.shows_more_than(self.guessed):
+            text += "; that it forgets is shown by these alone, because the target does not answer more than q"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
