@@ -14,6 +14,7 @@ from divdec.experts.adapters import AdapterPair
 from divdec.experts.protocol import Inputs
 from divdec.model.hub import hub_files
 from divdec.model.loading import load_parts
+from divdec.runs import file_sha256
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from support.exactness import assert_close, assert_same_answers
 from support.tiny import tiny_model
@@ -189,6 +190,20 @@ def test_published_adapters_name_a_base_of_the_hub_at_its_commit(llama):
     adapter = json.loads(files["retain_auxiliary/adapter_config.json"])
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("org/small", "abc")
     assert not [name for name in files if name.startswith("base/")]
+
+
+def test_packed_adapters_keep_the_base_that_they_name_when_they_are_pushed(llama):
+    folder, _, _ = llama
+    bundle = write(folder, pack=True)
+    config = json.loads((bundle / "config.json").read_text())
+    for part in ("retain_auxiliary", "forget_auxiliary"):  # as packed from a base of the hub
+        file = bundle / part / "adapter_config.json"
+        names = {"base_model_name_or_path": "org/small", "revision": "abc"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | names))
+        config[part]["sha256"]["adapter_config.json"] = file_sha256(file)
+    (bundle / "config.json").write_text(json.dumps(config))
+    files = hub_files(bundle, "me/bundle")
+    assert json.loads(files["retain_auxiliary/adapter_config.json"].read_text())["revision"] == "abc"
 
 
 class TestRefused:

@@ -105,7 +105,7 @@ def hub_files(bundle: str | os.PathLike[str], repo_id: str) -> dict[str, Path | 
             raise UsageError(f"{part} {path} consists of several checkpoints, which a repository cannot hold")
         files |= {f"{part}/{name}": path / name for name in reference.sha256 or {}}
         sha256 = dict(reference.sha256 or {})
-        if adapts:
+        if adapts and not path.resolve().is_relative_to(folder.resolve()):  # a packed one names its base already
             content = portable_adapter_config(path, CheckpointReference.from_dict(base, BASE)).encode()
             files[f"{part}/adapter_config.json"] = content
             sha256["adapter_config.json"] = hashlib.sha256(content).hexdigest()
