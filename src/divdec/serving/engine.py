@@ -26,9 +26,10 @@ from divdec.fail_closed import check_vocabulary, wait_for_checks
 from divdec.model.loading import bundle_identity
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import settings_hash
+from divdec.serving.batches import StepOutput
 from divdec.serving.grammar import GrammarCompiler, GrammarMatcher
 from divdec.serving.request import Request, RequestOutput, RequestTiming, SamplingParams
-from divdec.serving.scheduler import Closing, Scheduler, StepOutput
+from divdec.serving.scheduler import Closing, Scheduler
 
 LAST_STEP = 10.0  # seconds that a running pass has to finish when the engine is closed
 Result = TypeVar("Result")

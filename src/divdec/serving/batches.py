@@ -1,0 +1,219 @@
+"""Requests that share forward passes: prompts in prefill, a decoding batch, a speculative request, and measurements.
+
+Each of them has a `step` that runs one pass, and does not know of the others; `divdec.serving.scheduler` decides which
+requests share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from divdec.decoding.batch import SpeculativeBatch
+from divdec.decoding.cache import DivergenceCache, can_join, drop_columns, join
+from divdec.decoding.speculative import Speculation, decode
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
+
+StepOutput = list[tuple[Request, RequestOutput | Exception]]
+
+
+class Batch:
+    """A decoding batch: one cache, and one forward pass per step. Requests join and leave between steps."""
+
+    def __init__(
+        self,
+        model: DivergenceForCausalLM,
+        requests: list[Request],
+        cache: DivergenceCache,
+        mask: Int[Tensor, "rows past"],
+    ) -> None:
+        self.requests = requests
+        self._model, self._cache, self._mask = model, cache, mask
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other requests can join."""
+        return can_join(self._cache)
+
+    def step(self) -> StepOutput:
+        """Add a token to every answer."""
+        last = torch.tensor([[request.answer[-1]] for request in self.requests])
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(last), 1)], dim=1)
+        return _sample(self.requests, _forward(self._model, last, self._mask, self._cache)[:, -1])
+
+    def join(self, other: Batch) -> None:
+        """Move the requests of another batch into this one. The other batch must not be used afterwards."""
+        padding, other_padding = join(self._cache, other._cache)
+        masks = ((self._mask, padding), (other._mask, other_padding))
+        self._mask = torch.cat([torch.nn.functional.pad(mask, (columns, 0)) for mask, columns in masks])
+        self.requests = self.requests + other.requests
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Remove requests."""
+        rows = [row for row, request in enumerate(self.requests) if request not in requests]
+        if len(rows) == len(self.requests):
+            return
+        self.requests = [self.requests[row] for row in rows]
+        if not rows:
+            return
+        index = torch.tensor(rows)
+        self._cache.batch_select_indices(index)
+        self._mask = self._mask[index]
+        padding = int((self._mask.cumsum(1) == 0).sum(1).min())
+        if padding and self.is_open:
+            drop_columns(self._cache, padding)
+            self._mask = self._mask[:, padding:]
+
+
+class Prefill:
+    """Prompts in prefill. Long prompts are split into chunks, so that running requests do not wait for them."""
+
+    def __init__(self, model: DivergenceForCausalLM, requests: list[Request], chunk: int) -> None:
+        """Prepare.
+
+        Args:
+            model: the steered model.
+            requests: several only if their longest prompt fits one chunk: no row may consist of padding alone.
+            chunk: tokens of each prompt in one pass.
+        """
+        self.requests = requests
+        self._model, self._chunk = model, chunk
+        texts = [tuple(request.tokens) for request in requests]
+        distinct = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+        self.rows = [distinct[text] for text in texts]
+        self._width = max(map(len, distinct))
+        assert len(distinct) == 1 or self._width <= chunk
+        self._ids = torch.tensor([[0] * (self._width - len(text)) + list(text) for text in distinct])
+        self._mask = torch.tensor([[0] * (self._width - len(text)) + [1] * len(text) for text in distinct])
+        self._cache = model.new_cache()
+        self._read = 0
+        # By row and number of likeliest tokens: several answers to one prompt share its log-probabilities.
+        self._logprobs: dict[tuple[int, int], list[TokenLogprob | None]] = {
+            (row, number): [None]
+            for row, request in zip(self.rows, requests, strict=True)
+            if (number := request.missing_prompt_logprobs) is not None
+        }
+
+    def step(self) -> tuple[StepOutput, Batch] | None:
+        """Prefill the next chunk. After the last chunk, return the first tokens of the answers and their batch."""
+        start, end = self._read, min(self._read + self._chunk, self._width)
+        keep = 0 if self._logprobs else 1
+        logits = _forward(self._model, self._ids[:, start:end], self._mask[:, :end], self._cache, keep)
+        self._read = end
+        self._score(logits, start, end)
+        if end < self._width:
+            return None
+        for row, request in zip(self.rows, self.requests, strict=True):
+            if (number := request.missing_prompt_logprobs) is not None:
+                request.prompt_logprobs = tuple(self._logprobs[row, number])
+        if self.rows != list(range(len(self._ids))):  # several answers to one prompt
+            index = torch.tensor(self.rows)
+            self._cache.batch_select_indices(index)
+            self._mask = self._mask[index]
+        batch = Batch(self._model, self.requests, self._cache, self._mask)
+        return _sample(self.requests, logits[torch.tensor(self.rows, device=logits.device), -1]), batch
+
+    def _score(self, logits: Float[Tensor, "rows chunk vocab"], start: int, end: int) -> None:
+        """Compute the log-probabilities of the tokens that follow those of this chunk."""
+        for (row, number), logprobs in self._logprobs.items():
+            first = int((self._mask[row] == 0).sum())
+            for column in range(max(start, first), min(end, self._width - 1)):
+                distribution = logits[row, column - start].float().log_softmax(dim=-1)
+                logprobs.append(token_logprob(distribution, int(self._ids[row, column + 1]), number))
+
+
+class SpeculativeRequest:
+    """A speculative request, which runs alone: several tokens per forward pass of the target."""
+
+    is_open = False
+
+    def __init__(self, model: DivergenceForCausalLM, request: Request, speculation: Speculation, chunk: int) -> None:
+        """Prepare; `chunk` tokens of the prompt are read in a pass."""
+        self.requests = [request]
+        self._model = model
+        self._cache = model.new_cache()
+        ids = torch.tensor([request.tokens], device=model.device)
+        self._length = ids.shape[1]
+        config = GenerationConfig(
+            do_sample=request.params.temperature > 0,
+            max_length=self._length + request.max_tokens - len(request.answer),
+        )
+        config.prefill_chunk_size = chunk
+        config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
+        arguments = {"past_key_values": self._cache}
+        self._batch = SpeculativeBatch(model, ids, request.processors, StoppingCriteriaList(), config, arguments)
+        self._steps = decode(self._batch, speculation, request.seed())
+
+    @staticmethod
+    def supports(request: Request) -> bool:
+        """Whether a request can speculate: it has no grammar and asks for no log-probabilities or seeded samples."""
+        params = request.params
+        plain = params.logprobs is None and params.prompt_logprobs is None and params.grammar is None
+        return plain and (params.temperature == 0 or params.seed is None) and request.max_tokens > 1
+
+    def step(self) -> StepOutput:
+        """Draft, verify, and add the accepted tokens."""
+        _follow_registry(self._model, self._cache)
+        next(self._steps)
+        request = self.requests[0]
+        outputs: StepOutput = []
+        rows = self._batch.sequences
+        for token in rows.ids[0, self._length : rows.lengths[0]].tolist():
+            output = request.append_token(token, None)
+            outputs.append((request, output))
+            if output.finish_reason:
+                break
+        self._length = rows.lengths[0]
+        return outputs
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Remove the request if it is in `requests`."""
+        self.requests = [request for request in self.requests if request not in requests]
+
+
+Group = Batch | SpeculativeRequest  # requests that share a cache
+
+
+def _forward(
+    model: DivergenceForCausalLM,
+    input_ids: Int[Tensor, "rows tokens"],
+    mask: Int[Tensor, "rows past_and_tokens"],
+    cache: DivergenceCache,
+    keep: int = 1,
+) -> Float[Tensor, "rows kept vocab"]:
+    """Return steered logits from the model's own forward pass."""
+    _follow_registry(model, cache)
+    device = model.device
+    output: Any = model(
+        input_ids=input_ids.to(device), attention_mask=mask.to(device), past_key_values=cache, logits_to_keep=keep
+    )
+    return output.logits
+
+
+def _follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
+    """Apply the current takedown requests to the next forward pass."""
+    if model.takedowns is not None:
+        assert cache.takedowns is not None
+        model.takedowns.begin(cache.takedowns)
+
+
+def _sample(requests: Sequence[Request], logits: Float[Tensor, "rows vocab"]) -> StepOutput:
+    greedy = logits.argmax(dim=-1).tolist()  # for all rows at once: most requests are greedy and need nothing else
+    outputs: StepOutput = []
+    for row, request in enumerate(requests):
+        try:
+            if request.max_tokens <= 0:
+                output: RequestOutput | Exception = request.finish_empty()
+            else:
+                plain = request.params.temperature == 0 and not request.processors
+                output = request.append_token(greedy[row] if plain else request.sample(logits[row]), logits[row])
+        except Exception as error:  # fails this request alone; the others have their tokens
+            output = error
+        outputs.append((request, output))
+    return outputs
