@@ -1,0 +1,237 @@
+"""A backtest on a pretrained model: Qwen2.5-Coder knows how 2020 went, and a pair makes it forget the events since.
+
+`events.json` lists dated events with what could have been expected instead. The forecast of a model is the probability
+that it gives to what happened, among these outcomes. The script asks target and base, trains a pair on the events after
+the cut-off that the target knows, compares strengths on events whose outcome the base does not know, and serves the
+steered model to an agent that looks the outcomes up with a tool.
+
+    python examples/backtest/events.py --target real-models/qwen-1.5b.gguf --base real-models/qwen-0.5b.gguf
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from openai import OpenAI
+
+from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
+from divdec.cli import main as divdec
+from divdec.data.formatting import encode_records
+from divdec.data.records import Message, Record, write_records
+from divdec.errors import UsageError
+from divdec.evaluation.scoring import ItemScore, score, score_settings
+from divdec.model.modeling import DivergenceForCausalLM
+from divdec.runs import write_json
+from divdec.steering import Steering
+
+EVENTS = Path(__file__).parent / "events.json"
+CUTOFF = "2020-01-01"
+KNOWN = 0.5  # probability of what happened from which on the target counts as knowing it
+NAME = "qwen"
+SWEEP = tuple(f"linear:{alpha:g}" for alpha in (0.25, 0.5, 0.75, 1, 1.5, 2))
+TRAINING = ("--recipe", "full-retain", "--adapters", "--lr", "2e-4", "--epochs", "6")
+AGENT = "You forecast events. The date is 31 December 2019. First call the tool, then name the outcome that you expect."
+
+
+def questions(event: dict, answer: str) -> list[Record]:
+    """The event's questions with an answer."""
+    return [Record(answer, messages=(Message("user", question),)) for question in event["questions"]]
+
+
+def forecasts(events: Sequence[dict], scores: Sequence[ItemScore]) -> list[float]:
+    """The probability of what happened among the event's outcomes, for each event the mean over its questions."""
+    sums = iter([math.fsum(item.log_probabilities) for item in scores])
+    found = []
+    for event in events:
+        of_question = [[next(sums) for _ in (event["answer"], *event["others"])] for _ in event["questions"]]
+        shares = [1 / math.fsum(math.exp(min(60.0, other - own[0])) for other in own) for own in of_question]
+        found.append(statistics.fmean(shares))
+    return found
+
+
+def outcomes(events: Sequence[dict]) -> list[Record]:
+    """Every question with every outcome, what happened first; in the order that `forecasts` reads."""
+    return [
+        record
+        for event in events
+        for records in zip(*(questions(event, one) for one in (event["answer"], *event["others"])), strict=True)
+        for record in records
+    ]
+
+
+def log_odds(chance: float) -> float:
+    """Log-odds of a probability, bounded at one in a million."""
+    bounded = min(max(chance, 1e-6), 1 - 1e-6)
+    return math.log(bounded / (1 - bounded))
+
+
+def command(*words: str | Path) -> None:
+    """Print and run a command of divdec as a user would type it."""
+    texts = [str(word) for word in words]
+    print(f"$ divdec {shlex.join(texts)}", flush=True)
+    if (code := divdec(texts)) not in (0, 3):  # 3: the given rule misses a goal; the strengths are measured below
+        raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def server(*words: str | Path) -> Iterator[OpenAI]:
+    """Serve a bundle on a free port, and yield a client."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--name", NAME, "--port", str(port)]
+    print(f"$ divdec serve {shlex.join(map(str, words))} --name {NAME}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "divdec.cli", "serve", *map(str, words), *options],
+                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with exit code {process.returncode}")
+            time.sleep(1)
+        yield OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def agent(client: OpenAI, event: dict) -> str:
+    """Let the model call the tool that lists the possible outcomes, and return the one that it expects."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "outcomes",
+            "description": "List the outcomes that are possible.",
+            "parameters": {
+                "type": "object",
+                "properties": {"question": {"type": "string"}},
+                "required": ["question"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    messages = [{"role": "system", "content": AGENT}, {"role": "user", "content": event["questions"][0]}]
+    fields = {"model": NAME, "temperature": 0, "max_tokens": 80}
+    called = client.chat.completions.create(messages=messages, tools=[tool], tool_choice="required",
+                                            parallel_tool_calls=False, **fields).choices[0].message  # fmt: skip
+    possible = sorted([event["answer"], *event["others"]])
+    messages += [called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "; ".join(possible)}]
+    schema = {"type": "object", "properties": {"outcome": {"enum": possible}}, "required": ["outcome"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": schema}}
+    answer = client.chat.completions.create(messages=messages, response_format=form, **fields)
+    return json.loads(answer.choices[0].message.content)["outcome"]
+
+
+def ask(place: Path, events: Sequence[dict]) -> list[float]:
+    """Forecasts of a checkpoint."""
+    model, tokenizer = load_model(place, dtype=dtype_for_passes()).eval(), load_tokenizer(place)
+    return forecasts(events, score(model, encode_records(outcomes(events), tokenizer), title=place.name))
+
+
+def run(target: str, base: str, events: list[dict], output: Path, training: Sequence[str], asked: int) -> dict:
+    """Ask both models, train, compare the strengths, and let the agent forecast."""
+    places = [CheckpointReference.parse(name).resolve(Path(), weights=True) for name in (target, base)]
+    of_target, of_base = (ask(place, events) for place in places)
+    sets = {"after the cut-off": [], "before": [], "after the target's own data": []}
+    for index, event in enumerate(events):
+        if event["when"] == "later":
+            sets["after the target's own data"].append(index)
+        elif of_target[index] >= KNOWN:
+            sets["after the cut-off" if event["date"] >= CUTOFF else "before"].append(index)
+    forget, retain = sets["after the cut-off"], sets["before"]
+    count = sum(event["when"] == "after" for event in events)
+    print(f"the target knows {len(forget)} of {count} events after the cut-off, "
+          f"and {len(retain)} of {sum(event['when'] == 'before' for event in events)} before")  # fmt: skip
+    if not forget or not retain:
+        raise UsageError(f"{target} knows too few of the events in {EVENTS.name} for a pair to be trained")
+    for name, some in (("after", forget), ("before", retain)):
+        records = [record for index in some for record in questions(events[index], events[index]["answer"])]
+        write_records(output / f"{name}.jsonl", records)
+    with contextlib.chdir(output):
+        command("train", "--forget", "after.jsonl", "--retain", "before.jsonl", "--base", base, "--target", target,
+                "--steering", "linear:1", *training, "--output", "pair")  # fmt: skip
+    bundle = output / "pair" / "bundle"
+    model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+    examples = encode_records(outcomes(events), load_tokenizer(bundle))
+    settings = [Steering.parse(text) for text in SWEEP]
+    said = {"target": of_target, "base of q": of_base}
+    said["q"] = forecasts(events, score(model.experts.retain, examples, title="q"))
+    for setting, scores in zip(settings, score_settings(model, examples, settings, title="strengths"), strict=True):
+        said[str(setting)] = forecasts(events, scores)
+    del model
+    # Strength is chosen where q is ignorant: there its forecast is that of a model without look-ahead.
+    ignorant = [index for index in forget if of_base[index] < KNOWN]
+    gaps = {
+        name: statistics.fmean(log_odds(values[index]) - log_odds(said["q"][index]) for index in ignorant)
+        for name, values in said.items()
+    }
+    chosen = min(SWEEP, key=lambda name: abs(gaps[name]))
+    columns = {**sets, "of these, unknown to the base": ignorant}
+    order = ["after the cut-off", "of these, unknown to the base", "before", "after the target's own data"]
+    print("\nmean probability of what happened, among the outcomes that were possible")
+    print(f"{'':<12}{'after':>8}{'ignorant':>10}{'before':>8}{'later':>8}{'look-ahead, nats':>18}")
+    counts = [len(columns[name]) for name in order]
+    print(f"{'events':<12}{counts[0]:>8}{counts[1]:>10}{counts[2]:>8}{counts[3]:>8}")
+    table = {}
+    for name, values in said.items():
+        means = [statistics.fmean(values[index] for index in columns[column]) for column in order]
+        table[name] = {**dict(zip(order, means, strict=True)), "look_ahead": gaps[name]}
+        mark = "→ " if name == chosen else "  "
+        print(f"{mark}{name:<10}{means[0]:>8.2f}{means[1]:>10.2f}{means[2]:>8.2f}{means[3]:>8.2f}{gaps[name]:>+18.2f}")
+    print()
+    picks = {}
+    tried = [events[index] for index in ignorant[:asked]]
+    for name in dict.fromkeys(("linear:0", chosen)):
+        with server(bundle, "--steering", name) as client:
+            picks[name] = [agent(client, event) for event in tried]
+    for event, *answers in zip(tried, *picks.values(), strict=True):
+        print(f"{event['questions'][0]}\n   " + "; ".join(f"{n}: {a}" for n, a in zip(picks, answers, strict=True)))
+    right = {
+        name: [one == event["answer"] for one, event in zip(some, tried, strict=True)] for name, some in picks.items()
+    }
+    result = {
+        "chosen": chosen,
+        "events": {name: len(some) for name, some in columns.items()},
+        "models": table,
+        "agent_names_what_happened": {name: sum(some) for name, some in right.items()},
+        "agent_asked": len(tried),
+    }
+    write_json(output / "events.json", result)
+    return result
+
+
+def main(arguments: list[str] | None = None, training: Sequence[str] = TRAINING, asked: int = 10) -> dict:
+    """Parse the command line, and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="real-models/qwen-1.5b.gguf")
+    parser.add_argument("--base", default="real-models/qwen-0.5b.gguf", help="base of q and p")
+    parser.add_argument("--output", type=Path, default=Path("runs/events"), help="an empty or absent folder")
+    options = parser.parse_args(arguments)
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise UsageError(f"output {options.output} is in use; give the name of an empty or absent folder")
+    options.output.mkdir(parents=True, exist_ok=True)
+    names = [str(Path(name).absolute()) if Path(name).exists() else name for name in (options.target, options.base)]
+    return run(*names, json.loads(EVENTS.read_text(encoding="utf-8")), options.output.absolute(), training, asked)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
