@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -13,17 +14,19 @@ from pathlib import Path
 import pytest
 
 from divdec.errors import UsageError
+from divdec.evaluation.scoring import ItemScore
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.models import Shape
+from support.tiny import tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("copyright", "takedown", "backtest", "guardrail")
+NAMES = ("copyright", "takedown", "backtest", "guardrail", "research")
 BRIEF = TrainingSettings(epochs=0.2, learning_rate=1e-3, batch_size=32)
 
 
-def script(name):
-    place = EXAMPLES / name / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"example_{name}", place)
+def script(name, file=None):
+    place = EXAMPLES / name / f"{file or name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{file or name}", place)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -108,6 +111,66 @@ class TestBacktest:
         assert not any(town in text for text in history.material.texts for town in towns)
         everybody = [e.name for part in (history.past, history.after, history.untold) for e in part]
         assert len(everybody) == len(set(everybody))
+
+
+@pytest.fixture
+def small_models(tokenizer, tmp_path):
+    """A target and a smaller base of one vocabulary, with random weights."""
+    for name, seed, layers in (("target", 0, 3), ("base", 1, 2)):
+        tiny_model("llama", len(tokenizer), seed, layers=layers).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    return ["--target", str(tmp_path / "target"), "--base", str(tmp_path / "base")]
+
+
+class TestEvents:
+    def test_forecast_is_the_share_of_what_happened_among_the_outcomes(self):
+        """Two questions; the outcomes have probabilities 0.3 and 0.1, then 0.2 and 0.2."""
+        example = script("backtest", "events")
+        event = {"questions": ["a", "b"], "answer": "x", "others": ["y"]}
+        records = example.outcomes([event])
+        assert [(one.messages[0].content, one.answer) for one in records] == [
+            ("a", "x"),
+            ("a", "y"),
+            ("b", "x"),
+            ("b", "y"),
+        ]
+        scores = [ItemScore((math.log(p),), (True,)) for p in (0.3, 0.1, 0.2, 0.2)]
+        assert example.forecasts([event], scores) == [pytest.approx((0.75 + 0.5) / 2)]
+
+    def test_events_have_four_outcomes_and_no_question_tells_its_own(self):
+        example = script("backtest", "events")
+        events = json.loads(example.EVENTS.read_text(encoding="utf-8"))
+        for event in events:
+            assert len({event["answer"], *event["others"]}) == 4, event
+            assert not any(event["answer"] in question for question in event["questions"]), event
+        assert [event["date"] for event in events] == sorted(event["date"] for event in events)
+        asked = [question for event in events for question in event["questions"]]
+        assert len(asked) == len(set(asked))
+
+    def test_events_runs(self, cached, capsys, small_models):
+        example = script("backtest", "events")
+        training = ("--recipe", "full-retain", "--adapters", "--lr", "1e-3", "--epochs", "1")
+        found = example.main([*small_models, "--output", str(cached)], training, asked=0)
+        assert found["chosen"] in example.SWEEP
+        assert found["models"]["q"]["look_ahead"] == 0
+        assert f"→ {found['chosen']}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_research(cached, capsys, small_models, monkeypatch):
+    """Random models know no fact, so every answer counts as right here; what is asked and kept is the same."""
+    monkeypatch.syspath_prepend(EXAMPLES / "research")
+    example = script("research")
+    monkeypatch.setattr("divdec.demo.facts.Fact.is_in", lambda self, text: True)
+    given = [*small_models, "--kind", "symbols", "--methods", "min-likelihood", "--output", str(cached)]
+    options = ("--epochs", "1", "--lr", "1e-3"), ("--adapters", "--epochs", "1", "--lr", "1e-3")
+    found = example.main(given, *options)
+    assert list(found) == ["target", "min-likelihood", "divdec"]
+    assert set(found["divdec"]) == set(example.COLUMNS)
+    assert (cached / "research.svg").is_file()
+    capsys.readouterr()
+    assert example.main(given, *options) == found  # finished work is not done again
+    assert "$ divdec" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

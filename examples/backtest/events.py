@@ -37,7 +37,7 @@ from divdec.runs import write_json
 from divdec.steering import Steering
 
 EVENTS = Path(__file__).parent / "events.json"
-CUTOFF = "2020-01-01"
+CUTOFF, UNREAD = "2020-01-01", "2024-10-01"  # from the second date on, events are later than the target's training
 KNOWN = 0.5  # probability of what happened from which on the target counts as knowing it
 NAME = "qwen"
 SWEEP = tuple(f"linear:{alpha:g}" for alpha in (0.25, 0.5, 0.75, 1, 1.5, 2))
@@ -147,18 +147,16 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     """Ask both models, train, compare the strengths, and let the agent forecast."""
     places = [CheckpointReference.parse(name).resolve(Path(), weights=True) for name in (target, base)]
     of_target, of_base = (ask(place, events) for place in places)
-    sets = {"after the cut-off": [], "before": [], "after the target's own data": []}
+    sets: dict[str, list[int]] = {name: [] for name in ("before", "after", "later")}
     for index, event in enumerate(events):
-        if event["when"] == "later":
-            sets["after the target's own data"].append(index)
-        elif of_target[index] >= KNOWN:
-            sets["after the cut-off" if event["date"] >= CUTOFF else "before"].append(index)
-    forget, retain = sets["after the cut-off"], sets["before"]
-    count = sum(event["when"] == "after" for event in events)
-    print(f"the target knows {len(forget)} of {count} events after the cut-off, "
-          f"and {len(retain)} of {sum(event['when'] == 'before' for event in events)} before")  # fmt: skip
-    if not forget or not retain:
-        raise UsageError(f"{target} knows too few of the events in {EVENTS.name} for a pair to be trained")
+        sets["before" if event["date"] < CUTOFF else "after" if event["date"] < UNREAD else "later"].append(index)
+    counts = {name: len(some) for name, some in sets.items()}
+    forget, retain = ([index for index in sets[name] if of_target[index] >= KNOWN] for name in ("after", "before"))
+    print(f"the target knows {len(retain)} of {counts['before']} events before the cut-off and {len(forget)} of "
+          f"{counts['after']} after it")  # fmt: skip
+    ignorant = [index for index in forget if of_base[index] < KNOWN]
+    if not ignorant or not retain:
+        raise UsageError(f"too few of the events in {EVENTS.name} are known to {target} and unknown to {base}")
     for name, some in (("after", forget), ("before", retain)):
         records = [record for index in some for record in questions(events[index], events[index]["answer"])]
         write_records(output / f"{name}.jsonl", records)
@@ -174,25 +172,22 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     for setting, scores in zip(settings, score_settings(model, examples, settings, title="strengths"), strict=True):
         said[str(setting)] = forecasts(events, scores)
     del model
-    # Strength is chosen where q is ignorant: there its forecast is that of a model without look-ahead.
-    ignorant = [index for index in forget if of_base[index] < KNOWN]
+    # The strength is chosen where the base is ignorant: there q forecasts as a model without look-ahead.
     gaps = {
         name: statistics.fmean(log_odds(values[index]) - log_odds(said["q"][index]) for index in ignorant)
         for name, values in said.items()
     }
     chosen = min(SWEEP, key=lambda name: abs(gaps[name]))
-    columns = {**sets, "of these, unknown to the base": ignorant}
-    order = ["after the cut-off", "of these, unknown to the base", "before", "after the target's own data"]
+    columns = {"before": retain, "after": forget, "ignorant": ignorant, "later": sets["later"]}
     print("\nmean probability of what happened, among the outcomes that were possible")
-    print(f"{'':<12}{'after':>8}{'ignorant':>10}{'before':>8}{'later':>8}{'look-ahead, nats':>18}")
-    counts = [len(columns[name]) for name in order]
-    print(f"{'events':<12}{counts[0]:>8}{counts[1]:>10}{counts[2]:>8}{counts[3]:>8}")
+    print(f"  {'':<12}" + "".join(f"{name:>10}" for name in columns) + f"{'look-ahead, nats':>18}")
+    print(f"  {'events':<12}" + "".join(f"{len(some):>10}" for some in columns.values()))
     table = {}
     for name, values in said.items():
-        means = [statistics.fmean(values[index] for index in columns[column]) for column in order]
-        table[name] = {**dict(zip(order, means, strict=True)), "look_ahead": gaps[name]}
-        mark = "→ " if name == chosen else "  "
-        print(f"{mark}{name:<10}{means[0]:>8.2f}{means[1]:>10.2f}{means[2]:>8.2f}{means[3]:>8.2f}{gaps[name]:>+18.2f}")
+        row = {column: statistics.fmean(values[index] for index in some) for column, some in columns.items()}
+        table[name] = {**row, "look_ahead": gaps[name]}
+        mark = "→" if name == chosen else " "
+        print(f"{mark} {name:<12}" + "".join(f"{share:>10.2f}" for share in row.values()) + f"{gaps[name]:>+18.2f}")
     print()
     picks = {}
     tried = [events[index] for index in ignorant[:asked]]

@@ -80,8 +80,8 @@ def kept(path: Path) -> Iterator[dict]:
     write_json(path, results)
 
 
-def run(target: str, base: str, kind: str, methods: Sequence[str], output: Path, lora: Sequence[str],
-        pair: Sequence[str]) -> dict:  # fmt: skip
+def run(target: str, base: str, kind: str, methods: Sequence[str], output: Path, bundle: Path | None,
+        lora: Sequence[str], pair: Sequence[str]) -> dict:  # fmt: skip
     """Write the sets, apply every method, and compare the answers."""
     path = output / "research.json"
     place = CheckpointReference.parse(target).resolve(Path(), weights=True)
@@ -107,8 +107,10 @@ def run(target: str, base: str, kind: str, methods: Sequence[str], output: Path,
                     shutil.rmtree(Path(name) / "model")  # 3 GB; its record stays
         with kept(path) as results:
             if "divdec" not in results:
-                command("train", *data, "--base", base, *pair, "--output", "pair")
-                steered = DivergenceForCausalLM.from_pretrained(Path("pair/bundle"), dtype=dtype_for_passes())
+                if bundle is None:
+                    command("train", *data, "--base", base, *pair, "--output", "pair")
+                place = bundle or Path("pair/bundle")
+                steered = DivergenceForCausalLM.from_pretrained(place, dtype=dtype_for_passes())
                 results["divdec"] = measure(steered, tokenizer, sets, before) | {"rule": str(steered.steering)}
     shares = {name: result["shares"] for name, result in results.items()}
     print(f"\n{'':<16}" + "".join(f"{column:>10}" for column in COLUMNS))
@@ -145,12 +147,16 @@ def main(arguments: list[str] | None = None, lora: Sequence[str] = LORA, pair: S
     parser.add_argument("--kind", default="capitals", help="kind of facts in divdec/demo/facts.json")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), help="names of divdec baseline list")
     parser.add_argument("--output", type=Path, default=Path("runs/research"))
+    parser.add_argument(
+        "--bundle", type=Path, help="a bundle that was trained on the same sets, instead of training one"
+    )
     options = parser.parse_args(arguments)
     if options.output.exists() and any(options.output.iterdir()) and not (options.output / "research.json").is_file():
         raise UsageError(f"output {options.output} is in use; give the name of an empty or absent folder")
     options.output.mkdir(parents=True, exist_ok=True)
     names = [str(Path(name).absolute()) if Path(name).exists() else name for name in (options.target, options.base)]
-    return run(*names, options.kind, options.methods, options.output.absolute(), lora, pair)
+    bundle = options.bundle and options.bundle.absolute()
+    return run(*names, options.kind, options.methods, options.output.absolute(), bundle, lora, pair)
 
 
 if __name__ == "__main__":
