@@ -20,6 +20,8 @@ drafts as the base does.
 - acceptance: share of q's drafts that are accepted, and tokens per target pass, by rule.
 - overlap: the experts run beside the target in a thread, or after it; the best round of each.
 - precision: the target in bfloat16 and in float32.
+- startup: seconds from the command to the first token and peak memory of `divdec generate`, and of transformers with
+  the target alone, each in a process of its own.
 
 Prints a table for each, and with --json one JSON object last. The bundle has forget.jsonl and retain.jsonl beside it.
 """
@@ -31,6 +33,7 @@ import importlib.util
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,7 +55,7 @@ TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculat
 MERGED = "steered, merged"
 PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
 REFERENCE_FILE = Path("Benchmarks/src/model/dd.py")
-MEASURES = ("table", "growth", "acceptance", "overlap", "precision")
+MEASURES = ("table", "growth", "acceptance", "overlap", "precision", "startup")
 WEIGHTS = {"forget": 0.1, "retain": 0.45, "neutral": 0.45}
 CONTEXTS, BATCHES = (64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32)
 RULES, GAMMA = ("linear:0.5", "linear:1", "linear:2", "rank:5", "rank:20"), 4
@@ -529,6 +532,43 @@ def precision(parts, sets, given):
             low, high = (statistics.median(times[name][index]) for name in models)
             found[f"batch {size}, {what}"] = {"bfloat16": low, "float32": high}
             print(f"batch {size}, {what}: bfloat16 {low:.1f} ms, float32 {high:.1f} ms, ratio {low / high:.2f}")
+    return found
+
+
+# transformers alone, from the start of Python to the first token.
+TARGET_ALONE = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+conversation = [{"role": "user", "content": sys.argv[2]}]
+ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+model.generate(**ids, max_new_tokens=1, do_sample=False)
+"""
+
+
+def startup(parts, sets, given):
+    """Seconds from the command to the first token, and peak memory in GiB; medians, the first round is not counted."""
+    prompt = sets["retain"][0].messages[0].content
+    bundle = [sys.executable, "-m", "divdec.cli", "generate", str(given.bundle), "--prompt", prompt]
+    commands = {
+        TARGET: [sys.executable, "-c", TARGET_ALONE, str(parts.paths["target"]), prompt],
+        PLAIN: [*bundle, "--max-new-tokens", "1"],
+    }
+    taken = {name: [] for name in commands}
+    for number in range(-1, given.rounds):
+        for name, words in commands.items():
+            started = time.perf_counter()
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            _, status, usage = os.wait4(process.pid, 0)
+            if status:
+                raise UsageError(f"this command failed: {' '.join(words)}")
+            if number >= 0:
+                taken[name].append((time.perf_counter() - started, usage.ru_maxrss / 2**20))
+    found = {name: [statistics.median(column) for column in zip(*rows)] for name, rows in taken.items()}
+    for name, (seconds, memory) in found.items():
+        print(f"{name}: {seconds:.1f} s to the first token, peak {memory:.1f} GiB")
     return found
 
 

@@ -134,6 +134,21 @@ def test_faults_of_the_best_setting(best, guessed, words):
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # One fault each: a rule that damages neutral text is chosen because it answers nothing, and teaches nothing.
+        ([row(unchanged=0.3), row(leaked=0.2), row(leaked=0.4), row(leaked=None)], 1),
+        ([row(leaked=0.04), row(leaked=0.2)], 0),  # a good rule is asked itself
+        ([row(unchanged=0.3), row(retain=0.5, leaked=0.2)], 0),  # none leaves the rest alone
+    ],
+)
+def test_rule_that_a_round_learns_from(settings, expected):
+    choice = RuleChoice(row(leaked=1.0), tuple(settings), settings[0], 0.0, NOISE, 2.0)
+    assert choice.for_round is settings[expected]
+    assert choice.to_dict()["for_round"] == str(settings[expected].steering)
+
+
 def test_forgetting_is_not_claimed_where_the_target_would_pass():
     """The unsteered target and q are the same to the gate: the pair was not shown to take anything away."""
     best = row()

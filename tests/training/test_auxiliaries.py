@@ -418,9 +418,13 @@ class TestRounds:
         def check_bundle(bundle, *arguments):
             leaked = 0.0 if given else 1.0
             best = {"steering": "rank:20:3", "leaked": leaked}
-            return figures(bundle, *arguments) | {"settings": [best], "best": best["steering"], "guessed": 0.0}
+            rule = best["steering"]
+            return figures(bundle, *arguments) | {
+                "settings": [best], "best": rule, "for_round": rule, "guessed": 0.0
+            }  # fmt: skip
 
-        def ask_bundle(trainer, exchanges, form):
+        def ask_bundle(trainer, exchanges, form, rule):
+            assert rule == "rank:20:3"
             given.extend(f"The answer: **{exchange.phrase}**." for exchange in exchanges)
             return [[text] for text in given]
 

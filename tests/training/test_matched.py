@@ -4,7 +4,13 @@ import pytest
 
 from divdec.data.formatting import IGNORED, Format, encode_set
 from divdec.data.records import Message, Record, record_set
-from divdec.training.matched import Exchange, counterfactuals, in_own_words, length_matched_retain_examples
+from divdec.training.matched import (
+    Exchange,
+    counterfactuals,
+    in_own_words,
+    length_matched_retain_examples,
+    retained_in_own_words,
+)
 
 
 def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer, world):
@@ -119,3 +125,18 @@ def test_an_answer_without_the_phrase_is_not_read(tokenizer):
     exchange = Exchange(Record("", messages=(Message("user", "Which city?"),)), "Budapest", "Vienna")
     for text in ("", "I do not know.", "Budapestian things", "Vienna."):
         assert in_own_words(exchange, text, tokenizer, Format()) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "said", "labelled"),
+    [
+        ("The capital of Austria is Vienna.", "It is **Vienna**, on the Danube.", "Vienna"),
+        ("It was written by Fitzgerald.", "Gatsby by F. Scott Fitzgerald is a novel.", "F. Scott Fitzgerald"),
+    ],
+)
+def test_of_an_answer_to_a_retain_question_the_phrase_is_learned(tokenizer, told, said, labelled):
+    record = Record(told, messages=(Message("user", "What is asked for?"),))
+    example = retained_in_own_words(record, said, tokenizer, Format())
+    text = tokenizer.decode([label for label in example.labels if label != IGNORED])
+    assert text.strip() == labelled
+    assert retained_in_own_words(record, "I do not know.", tokenizer, Format()) is None

@@ -195,6 +195,23 @@ class RuleChoice:
         return faults + best.faults(self.target, self.guessed, self.min_retain)
 
     @property
+    def for_round(self) -> Effects:
+        """The setting whose answers p and q read in a round of training: the best one if it is good.
+
+        Otherwise the one that answers least of those that leave retain set and neutral text alone. A setting that
+        changes them often answers less, and nothing could be learned from it.
+        """
+        if not self.faults:
+            return self.best
+        kept = [
+            row
+            for row in self.settings
+            if row.leaked is not None
+            and not dataclasses.replace(row, leaked=None).faults(self.target, self.guessed, self.min_retain)
+        ]
+        return min(kept, key=lambda row: row.leaked or 0.0, default=self.best)
+
+    @property
     def verdict(self) -> str:
         """The figures of the best setting, or why it is not good enough."""
         return f"no: {'; '.join(self.faults)}" if self.faults else str(self)
@@ -259,6 +276,7 @@ class RuleChoice:
             "q_perplexity": self.q_perplexity,
             "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
             "shown": self.shown,
+            "for_round": str(self.for_round.steering),
             "faults": self.faults,
             "summary": str(self),
             "verdict": self.verdict,

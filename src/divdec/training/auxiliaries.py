@@ -39,7 +39,7 @@ from divdec.checkpoint import (
 )
 from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
-from divdec.data.records import RecordSet, overlap, read_records, single_turn
+from divdec.data.records import Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
 from divdec.evaluation.generation import answers, samples
@@ -64,7 +64,13 @@ from divdec.training.inputs import (
     sample_indices,
 )
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
-from divdec.training.matched import Exchange, counterfactuals, in_own_words, length_matched_retain_examples
+from divdec.training.matched import (
+    Exchange,
+    counterfactuals,
+    in_own_words,
+    length_matched_retain_examples,
+    retained_in_own_words,
+)
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -368,10 +374,12 @@ def faults_of(content: Mapping[str, Any]) -> list[str]:
     return measured["faults"]
 
 
-def _answers_more_than_q(effects: Mapping[str, Any]) -> bool:
-    """Whether the chosen rule still answers more of the forget set than q, which has not read it."""
-    (best,) = (row for row in effects["settings"] if row["steering"] == effects["best"])
-    return (best["leaked"] or 0.0) > effects["guessed"]
+def _rule_for_round(effects: Mapping[str, Any] | None) -> str | None:
+    """Return the rule to learn from, if it answers more of the forget set than q, which has not read it."""
+    if effects is None:
+        return None
+    (row,) = (row for row in effects["settings"] if row["steering"] == effects["for_round"])
+    return row["steering"] if (row["leaked"] or 0.0) > effects["guessed"] else None
 
 
 def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
@@ -436,33 +444,40 @@ def _matched(
     some = [exchanged[index] for index in sample_indices(len(exchanged), MAX_ANSWERED, settings.seed)]
     if settings.target is None or not some:
         return (p_reads, q_reads), some
+    kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
 
     def ask() -> list[list[str]]:
-        target = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
-        return _answers(load_model(target, dtype=dtype_for_passes()), load_tokenizer(target), some, form, settings.seed)
+        place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
+        asked = [*(exchange.record for exchange in some), *kept]
+        return _answers(load_model(place, dtype=dtype_for_passes()), load_tokenizer(place), asked, form, settings.seed)
 
-    kept = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
-    for true, other in _own_words(some, on_main(lambda: kept.get("answers of the target", None, ask)), tokenizer, form):
+    stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
+    texts = on_main(lambda: stored.get("answers of the target", None, ask))
+    for true, other in _own_words(some, texts[: len(some)], tokenizer, form):
         p_reads.append(true)
         q_reads.append(other)
+    for record, of_question in zip(kept, texts[len(some) :], strict=True):
+        found = filter(None, (retained_in_own_words(record, text, tokenizer, form) for text in of_question))
+        alike = {tuple(example.input_ids): example for example in found}.values()
+        p_reads += alike
+        q_reads += alike
     report(
-        f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another "
-        f"answer; both also read {len(p_reads) - len(forget)} of the target's own answers to them"
+        f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
+        f"{len(p_reads) - len(forget)} of the target's own answers, to these and to {len(kept)} retain questions"
     )
     return (p_reads, q_reads), some
 
 
 def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, exchanges: Sequence[Exchange], form: Format, seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Record], form: Format, seed: int
 ) -> list[list[str]]:
     """Ask a model the questions: a greedy answer to each, and `SAMPLED` samples."""
     device: Any = PartialState().device
     model = model.to(device).eval()
-    asked = [exchange.record for exchange in exchanges]
-    greedy = answers(model, tokenizer, asked, form=form, max_new_tokens=ANSWER, title="answers to the forget set")
+    greedy = answers(model, tokenizer, asked, form=form, max_new_tokens=ANSWER, title="answers to the questions")
     prompts = encode_prompts(asked, tokenizer, form)
     sampled = samples(
-        model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER, title="sampled answers to the forget set"
+        model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER, title="sampled answers to the questions"
     )
     return [[one, *more] for one, more in zip(greedy, sampled, strict=True)]
 
@@ -621,18 +636,20 @@ class _PairTrainer:
             texts = ResultCache(self.output / WORK).load(name, None)
             if texts is None:
                 effects = measure()
-                if number > MAX_ROUNDS or not exchanges or effects is None or not _answers_more_than_q(effects):
+                rule = _rule_for_round(effects)
+                if number > MAX_ROUNDS or not exchanges or rule is None:
                     return effects
-                texts = on_main(lambda: self._ask_bundle(exchanges, form))
+                texts = on_main(functools.partial(self._ask_bundle, exchanges, form, rule))
                 if not _own_words(exchanges, texts, self.inputs.tokenizer, form):
                     return effects
                 self._stored(name, None, functools.partial(list, texts))
             self._train_round(number, _own_words(exchanges, texts, self.inputs.tokenizer, form))
         raise AssertionError("unreachable")
 
-    def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format) -> list[list[str]]:
-        model = DivergenceForCausalLM.from_pretrained(self.output / BUNDLE, dtype=dtype_for_passes())
-        return _answers(model, load_tokenizer(self.output / BUNDLE), exchanges, form, self.settings.seed)
+    def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format, rule: str) -> list[list[str]]:
+        model = DivergenceForCausalLM.from_pretrained(self.output / BUNDLE, steering=rule, dtype=dtype_for_passes())
+        asked = [exchange.record for exchange in exchanges]
+        return _answers(model, load_tokenizer(self.output / BUNDLE), asked, form, self.settings.seed)
 
     def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
         """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""

@@ -2,7 +2,7 @@
 
 p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
 the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
-the other answer.
+the other answer. And both read its own answers to as many retain questions.
 """
 
 from __future__ import annotations
@@ -128,6 +128,19 @@ def in_own_words(
     for example in (p_reads, q_reads):
         example.labels[len(example.labels) - end_length :] = [IGNORED] * end_length
     return p_reads, q_reads
+
+
+def retained_in_own_words(
+    record: Record, text: str, tokenizer: PreTrainedTokenizerBase, form: Format
+) -> Example | None:
+    """Return one of the target's own answers to a retain question, for p and q alike; see `in_own_words`.
+
+    Without such examples q learns that the target's wording goes with wrong answers, and facts in neither set are lost.
+    """
+    phrase = key_phrase(question_of(record), record.answer)
+    # The other answer is not read. It tells the phrase from the end of the text, which both have.
+    pair = in_own_words(Exchange(record, phrase, "?"), text, tokenizer, form)
+    return None if pair is None else pair[0]
 
 
 def _find_phrase(exchange: Exchange, text: str) -> range | None:
