@@ -29,7 +29,11 @@ def script(name, file=None):
     spec = importlib.util.spec_from_file_location(f"example_{file or name}", place)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(place.parent))  # as for a script: modules beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(place.parent))
     return module
 
 
@@ -159,7 +163,6 @@ class TestEvents:
 @pytest.mark.slow
 def test_research(cached, capsys, small_models, monkeypatch):
     """Random models know no fact, so every answer counts as right here; what is asked and kept is the same."""
-    monkeypatch.syspath_prepend(EXAMPLES / "research")
     example = script("research")
     monkeypatch.setattr("divdec.demo.facts.Fact.is_in", lambda self, text: True)
     given = [*small_models, "--kind", "symbols", "--methods", "min-likelihood", "--output", str(cached)]

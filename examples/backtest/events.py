@@ -210,7 +210,7 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     return result
 
 
-def main(arguments: list[str] | None = None, training: Sequence[str] = TRAINING, asked: int = 10) -> dict:
+def main(arguments: list[str] | None = None, training: Sequence[str] = TRAINING, asked: int = 6) -> dict:
     """Parse the command line, and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="real-models/qwen-1.5b.gguf")
