@@ -15,6 +15,7 @@ from divdec.evaluation.choice import (
     MAX_PERPLEXITY,
     Effects,
     RuleChoice,
+    candidates,
     choose_rule,
     margin_above,
     noise_of,
@@ -132,6 +133,12 @@ def test_faults_of_the_best_setting(best, guessed, words):
     report = RuleChoice(row(leaked=1.0), (best,), best, guessed, NOISE, 2.0)
     assert len(report.faults) == len(words)
     assert all(word in fault for word, fault in zip(words, report.faults, strict=True))
+
+
+def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
+    """The pair of a shrunk SmolLM2 had 14 nats after two rounds."""
+    assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-2:]] == ["linear:1:20", "linear:1.5:20"]
+    assert margin_above((0.0, 0.1, 0.2)) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import continuation, decoded, question_of
 from divdec.evaluation.recitation import count_recited, passages_of
 from divdec.evaluation.scoring import ItemScore, score, score_settings
-from divdec.steering import Steering
+from divdec.steering import MAX_MARGIN, Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -334,8 +334,8 @@ def ask(
 
 
 def margin_above(noise: Sequence[float]) -> float:
-    """Return a margin above the noise, so that the rule does little on neutral text."""
-    return round(max(MIN_MARGIN, NOISE_FACTOR * noise[-1]), 1)
+    """Return a margin above the noise, so that the rule does little on neutral text; at most the largest accepted."""
+    return round(min(max(MIN_MARGIN, NOISE_FACTOR * noise[-1]), MAX_MARGIN), 1)
 
 
 def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tuple[float, ...]:
