@@ -145,15 +145,16 @@ def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
     ("settings", "expected"),
     [
         # One fault each: a rule that damages neutral text is chosen because it answers nothing, and teaches nothing.
-        ([row(unchanged=0.3), row(leaked=0.2), row(leaked=0.4), row(leaked=None)], 1),
-        ([row(leaked=0.04), row(leaked=0.2)], 0),  # a good rule is asked itself
-        ([row(unchanged=0.3), row(retain=0.5, leaked=0.2)], 0),  # none leaves the rest alone
+        ([row(unchanged=0.3), row(leaked=0.2), row(leaked=0.4), row(leaked=None)], "linear:2"),
+        ([row(leaked=0.2, retain=0.5), row(unchanged=0.3, leaked=0.2)], "linear:1"),  # none leaves the rest alone
+        ([row(unchanged=0.3), row(retain=0.5, leaked=0.2)], None),  # and the chosen one answers nothing
+        ([row(leaked=0.04), row(leaked=0.2)], None),  # a good rule needs no round
     ],
 )
 def test_rule_that_a_round_learns_from(settings, expected):
+    settings = [dataclasses.replace(one, steering=Steering(alpha=1.0 + n)) for n, one in enumerate(settings)]
     choice = RuleChoice(row(leaked=1.0), tuple(settings), settings[0], 0.0, NOISE, 2.0)
-    assert choice.for_round is settings[expected]
-    assert choice.to_dict()["for_round"] == str(settings[expected].steering)
+    assert choice.to_dict()["for_round"] == expected
 
 
 def test_forgetting_is_not_claimed_where_the_target_would_pass():

@@ -418,10 +418,8 @@ class TestRounds:
         def check_bundle(bundle, *arguments):
             leaked = 0.0 if given else 1.0
             best = {"steering": "rank:20:3", "leaked": leaked}
-            rule = best["steering"]
-            return figures(bundle, *arguments) | {
-                "settings": [best], "best": rule, "for_round": rule, "guessed": 0.0
-            }  # fmt: skip
+            rule = None if given else best["steering"]
+            return figures(bundle, *arguments) | {"settings": [best], "best": best["steering"], "for_round": rule}
 
         def ask_bundle(trainer, exchanges, form, rule):
             assert rule == "rank:20:3"

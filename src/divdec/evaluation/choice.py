@@ -195,21 +195,22 @@ class RuleChoice:
         return faults + best.faults(self.target, self.guessed, self.min_retain)
 
     @property
-    def for_round(self) -> Effects:
-        """The setting whose answers p and q read in a round of training: the best one if it is good.
+    def for_round(self) -> Steering | None:
+        """The rule whose answers p and q read in a round of training; None if it answers too little to need one.
 
-        Otherwise the one that answers least of those that leave retain set and neutral text alone. A setting that
-        changes them often answers less, and nothing could be learned from it.
+        It answers least of those that leave retain set and neutral text alone. A rule that changes them often answers
+        less, and nothing could be learned from it. Rounds cost facts in neither set, so a good pair gets none.
         """
         if not self.faults:
-            return self.best
+            return None
         kept = [
             row
             for row in self.settings
             if row.leaked is not None
             and not dataclasses.replace(row, leaked=None).faults(self.target, self.guessed, self.min_retain)
         ]
-        return min(kept, key=lambda row: row.leaked or 0.0, default=self.best)
+        row = min(kept, key=lambda row: row.leaked or 0.0, default=self.best)
+        return row.steering if row.shows_more_than(self.guessed) else None
 
     @property
     def verdict(self) -> str:
@@ -276,7 +277,7 @@ class RuleChoice:
             "q_perplexity": self.q_perplexity,
             "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
             "shown": self.shown,
-            "for_round": str(self.for_round.steering),
+            "for_round": str(self.for_round) if self.for_round else None,
             "faults": self.faults,
             "summary": str(self),
             "verdict": self.verdict,

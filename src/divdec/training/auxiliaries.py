@@ -41,7 +41,7 @@ from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
-from divdec.evaluation.choice import MAX_LEAKED, choose_rule, without_names
+from divdec.evaluation.choice import choose_rule, without_names
 from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
@@ -374,17 +374,6 @@ def faults_of(content: Mapping[str, Any]) -> list[str]:
     return measured["faults"]
 
 
-def _rule_for_round(effects: Mapping[str, Any] | None) -> str | None:
-    """Return the rule to learn from, if it answers too much of the forget set; None if no round is needed.
-
-    Rounds cost facts in neither set, so a pair that answers little gets none.
-    """
-    if effects is None:
-        return None
-    (row,) = (row for row in effects["settings"] if row["steering"] == effects["for_round"])
-    return row["steering"] if (row["leaked"] or 0.0) > effects["guessed"] + MAX_LEAKED else None
-
-
 def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
     """Split a retain set into the records to train on and a tenth to measure with."""
     learned = tuple(record for index, record in enumerate(retain) if index % HELD_OUT)
@@ -639,8 +628,8 @@ class _PairTrainer:
             texts = ResultCache(self.output / WORK).load(name, None)
             if texts is None:
                 effects = measure()
-                rule = _rule_for_round(effects)
-                if number > MAX_ROUNDS or not exchanges or rule is None:
+                rule = effects and effects["for_round"]
+                if number > MAX_ROUNDS or not exchanges or not rule:
                     return effects
                 texts = on_main(functools.partial(self._ask_bundle, exchanges, form, rule))
                 if not _own_words(exchanges, texts, self.inputs.tokenizer, form):
