@@ -1,4 +1,4 @@
-"""A backtest on a pretrained model: Qwen2.5-Coder knows how 2020 went, and a pair makes it forget the events since.
+"""A backtest on a pretrained model: a pair takes from Qwen2.5-Coder what it knows of the events since 2020.
 
 `events.json` lists dated events with what could have been expected instead. The forecast of a model is the probability
 that it gives to what happened, among these outcomes. The script asks target and base, trains a pair on the events after

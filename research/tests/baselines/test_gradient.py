@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -300,11 +299,9 @@ def test_different_seeds_and_settings_give_different_weights(job, tmp_path):
 # A new method.
 
 
-def test_method_of_the_readme_is_one_file(job, target, tmp_path, monkeypatch):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    (tmp_path / "min_likelihood.py").write_text(code, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_method_of_the_example_is_one_file(job, target, tmp_path, monkeypatch):
+    folder = Path(__file__).parents[3] / "examples" / "research"
+    monkeypatch.syspath_prepend(folder)
     try:
         importlib.import_module("min_likelihood")
         built, model = make(job, "min-likelihood", tmp_path / "out", learning_rate=3e-3)
@@ -323,7 +320,7 @@ def test_method_of_the_readme_is_one_file(job, target, tmp_path, monkeypatch):
     command = "import sys, min_likelihood; from divdec.cli import main; main(['baseline', 'min-likelihood', '--help'])"
     result = subprocess.run(
         [sys.executable, "-c", f"{command}; print('torch' in sys.modules)"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert result.stdout.rstrip().endswith("False"), result.stderr
     assert "--retain-loss" in result.stdout

@@ -628,8 +628,8 @@ class _PairTrainer:
             texts = ResultCache(self.output / WORK).load(name, None)
             if texts is None:
                 effects = measure()
-                rule = effects and effects["for_round"]
-                if number > MAX_ROUNDS or not exchanges or not rule:
+                rule: str | None = effects["for_round"] if effects else None
+                if number > MAX_ROUNDS or not exchanges or rule is None:
                     return effects
                 texts = on_main(functools.partial(self._ask_bundle, exchanges, form, rule))
                 if not _own_words(exchanges, texts, self.inputs.tokenizer, form):
