@@ -16,6 +16,7 @@ import pytest
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import ItemScore
 from divdec.training.settings import TrainingSettings
+from divdec_research.baselines.table import METHODS
 from divdec_research.world.models import Shape
 from support.tiny import tiny_model
 
@@ -115,6 +116,16 @@ class TestBacktest:
         assert not any(town in text for text in history.material.texts for town in towns)
         everybody = [e.name for part in (history.past, history.after, history.untold) for e in part]
         assert len(everybody) == len(set(everybody))
+
+
+@pytest.fixture(autouse=True)
+def registered_methods():
+    """The research example registers a method; other tests in the process have the laboratory's alone."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+    sys.modules.pop("min_likelihood", None)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ steered model to an agent that looks the outcomes up with a tool.
 
     python examples/backtest/events.py --target real-models/qwen-1.5b.gguf --base real-models/qwen-0.5b.gguf
 
-This pair is not good yet. On 2026-11-26 linear:0.25 came nearest to q: what happened after the cut-off fell from 0.82 to
-0.34, but what happened before it, too, from 0.78 to 0.61, and the agent's six answers did not change. From linear:0.5
-on the model denied what happened. The target knows only 12 of the earlier events, too few for a retain set.
+The pair is not good yet. On 2026-11-26 linear:0.25 came nearest to q: what happened after the cut-off fell from 0.82
+to 0.34, but what happened before it, too, from 0.78 to 0.61, and the agent's six answers did not change. From
+linear:0.5 on the model denied what happened. The target knows only 12 of the earlier events, too few for a retain set.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
 from divdec_research.baselines.job import Job
-from divdec_research.baselines.method import METHODS, read_lines
+from divdec_research.baselines.method import read_lines
 from divdec_research.baselines.methods.grad_diff import GradDiff, GradDiffSettings
 from divdec_research.baselines.methods.idk_dpo import IDK_ANSWERS, IdkDPO, IdkDPOSettings, draw_idk_answers, idk_dpo
 from divdec_research.baselines.methods.npo import NPO, NPOSettings, npo
@@ -29,6 +29,7 @@ from divdec_research.baselines.methods.simnpo import SimNPO, SimNPOSettings
 from divdec_research.baselines.methods.undial import UNDIAL, UNDIALSettings
 from divdec_research.baselines.objective import log_probabilities_of
 from divdec_research.baselines.run import build_method
+from divdec_research.baselines.table import METHODS
 from divdec_research.world.models import Shape, new_model
 from support.stopping import stopping_at
 from support.tiny import tiny_model
