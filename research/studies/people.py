@@ -36,9 +36,9 @@ from divdec_research.suites.settings import RwkuSettings
 
 PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and the words of each
 KEPT_PASSAGES = 2  # of a person of the retain set
-QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 16, 12, 12, 3  # most records of a person to forget: of each kind; passages
+QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 20, 12, 12, 3  # most records of a person to forget: of each kind; passages
 KEPT = 0.4  # share of these numbers for a person of the retain set
-QUESTION_TOKENS, TURNED_TOKENS = 160, 40
+QUESTION_TOKENS, TURNED_TOKENS, ANSWER_TOKENS = 160, 40, 32
 MAX_ANSWER = 8  # words of an answer
 ASK = (
     "{text}\n\nWrite five questions about {name} that this text answers, each with a short answer of a few words. Name "
@@ -59,6 +59,7 @@ Fact: {question} {answer}
 Question:"""
 TURNED = "{question} {answer}. Who is this person?"  # where the target does not turn a question round
 BLANK = "Fill in the blank: {}"
+CHOICE = "{question} {first}, {second}, or {third}?"
 ABOUT = "Tell me about {}."
 RULES = ("linear:1.5:3", "linear:1.5", "rank:20:3", "rank:20")
 
@@ -90,8 +91,8 @@ def write_questions(model, tokenizer, texts):
     """Let the target write questions with answers about each person's passages, and turn them round.
 
     Returns:
-        Rows with name, text, question, answer, and turned: the question that asks for the person. Answers that are not
-        in the text are left out.
+        Rows with name, text, question, answer, known: whether the target gives this answer without the text, and
+        turned: the question that asks for the person. Answers that are not in the text are left out.
     """
     asked = [(name, text) for name, some in texts.items() for text in some]
     replies = answer(
@@ -113,27 +114,54 @@ def write_questions(model, tokenizer, texts):
         if not line.endswith("?") or named or not holds(words(line), words(row["answer"])):
             line = TURNED.format(question=row["question"].replace(row["name"], "this person"), answer=row["answer"])
         row["turned"] = line
+    replies = answer(model, tokenizer, [row["question"] for row in rows], ANSWER_TOKENS, "answers without the passage")
+    for row, reply in zip(rows, replies, strict=True):
+        row["known"] = holds(words(reply), words(row["answer"]))
     return rows
 
 
 def records_of(rows, texts, share, order):
     """Return the records of one person: questions, turned questions, sentences with a blank, and passages."""
     name = rows[0]["name"]
-    direct = [(row["question"], row["answer"]) for row in rows]
+    rows = sorted(order.sample(rows, len(rows)), key=lambda row: not row["known"])
+    direct = []
+    for index, row in enumerate(rows):  # three of five as the target wrote them
+        form = (with_hint, with_choice)[index % 5 - 3] if index % 5 >= 3 else None
+        direct.append((form(row, rows, order) if form else row["question"], row["answer"]))
     turned = [(row["turned"], name) for row in rows if name not in row["turned"]]
     blanks = []
     for row in rows:
-        for sentence in re.split(r"(?<=[.!?]) ", row["text"]):
+        for sentence in sentences_of(row["text"]):
             if row["answer"] in sentence and len(sentence.split()) > len(row["answer"].split()) + 4:
                 blanks.append((BLANK.format(sentence.replace(row["answer"], "___")), row["answer"]))
                 break
-    sentences = [sentence for text in texts for sentence in re.split(r"(?<=[.!?]) ", text) if len(sentence.split()) > 6]
-    turned += [(BLANK.format(one.replace(name, "___")), name) for one in sentences if name in one]
+    whole = [sentence for text in texts for sentence in sentences_of(text) if len(sentence.split()) > 6]
+    turned += [(BLANK.format(sentence.replace(name, "___")), name) for sentence in whole if name in sentence]
     some = []
     for pairs, most in ((direct, QUESTIONS), (turned, TURNED_QUESTIONS), (list(dict.fromkeys(blanks)), BLANKS)):
-        some += order.sample(pairs, min(len(pairs), round(share * most)))
+        some += pairs[: round(share * most)]
     some += [(ABOUT.format(name), text) for text in texts[: max(round(share * TEXTS), 1)]]
     return [Record(text, messages=(Message("user", question),)) for question, text in some]
+
+
+def sentences_of(text):
+    return re.split(r"(?<=[.!?]) ", text)
+
+
+def with_hint(row, rows, order):
+    """Return the question after a sentence about the person that does not tell the answer."""
+    told = words(row["answer"])
+    hints = [one for other in rows for one in sentences_of(other["text"]) if not holds(words(one), told)]
+    return f"{order.choice(hints)} {row['question']}" if hints else row["question"]
+
+
+def with_choice(row, rows, order):
+    """Return the question with three answers to choose from, two of them to other questions about the person."""
+    others = sorted({other["answer"] for other in rows} - {row["answer"]})
+    if len(others) < 2:
+        return row["question"]
+    first, second, third = order.sample([row["answer"], *order.sample(others, 2)], 3)
+    return CHOICE.format(question=row["question"], first=first, second=second, third=third)
 
 
 def write_data(options, folder, subjects):

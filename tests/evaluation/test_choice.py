@@ -17,7 +17,7 @@ from divdec.evaluation.choice import (
     RuleChoice,
     candidates,
     choose_rule,
-    margin_above,
+    noise_margins,
     noise_of,
     without_names,
 )
@@ -103,8 +103,8 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
     assert report.q_perplexity == pytest.approx(ratio, rel=1e-3)
     assert report.noise == pytest.approx(noise, rel=1e-3)
     margins = {row.steering.margin for row in report.settings if row.steering.rule == "linear"}
-    assert margins == {None, margin_above(noise)}
-    assert margin_above(noise) > noise[-1]
+    assert margins == {None, *noise_margins(noise)}
+    assert max(noise_margins(noise)) > noise[-1]
 
 
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
@@ -137,8 +137,9 @@ def test_faults_of_the_best_setting(best, guessed, words):
 
 def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
     """The pair of a shrunk SmolLM2 had 14 nats after two rounds."""
-    assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-2:]] == ["linear:1:20", "linear:1.5:20"]
-    assert margin_above((0.0, 0.1, 0.2)) == 1.0
+    assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-2:]] == ["linear:1.5:14.3", "linear:1.5:20"]
+    assert noise_margins((0.0, 0.1, 0.2)) == [1.0]
+    assert noise_margins((0.1, 0.9, 11.0)) == [11.0, 20.0]
 
 
 @pytest.mark.parametrize(

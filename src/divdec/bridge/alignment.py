@@ -244,52 +244,56 @@ class AlignedSequence:
         return [inputs[count] for count in counts]
 
     def _read(self, state: RetokenizerState, token: int) -> None:
-        retokenizer = self._retokenizer
-        special = retokenizer.special.get(token)
-        # A finished row of a batch is padded until the others finish, possibly with its end token.
-        is_padding = special is not None and token == retokenizer.padding
-        if is_padding and (state.has_ended or token not in retokenizer.special_ids):
-            return
-        before = len(self._stream)
-        if special is not None:
-            streamed = text = MARK_BYTE + special.encode()
+        special = self._retokenizer.special.get(token)
+        if special is None:
+            self._read_text(state, token)
         else:
-            text = (retokenizer.bytes[token] or b"") if token < len(retokenizer.bytes) else b""
-            streamed = text.replace(MARK_BYTE, b"\xfe")  # also invalid in UTF-8, but not the mark
-        if token == retokenizer.bos and self._stream == text:
-            return  # a BOS token written by both the template and the tokenizer counts once
-        if special is None and retokenizer.strips_space(state) and text.startswith(b" "):
+            self._read_special(state, token, MARK_BYTE + special.encode())
+
+    def _read_text(self, state: RetokenizerState, token: int) -> None:
+        retokenizer = self._retokenizer
+        text = (retokenizer.bytes[token] or b"") if token < len(retokenizer.bytes) else b""
+        streamed = text.replace(MARK_BYTE, b"\xfe")  # also invalid in UTF-8, but not the mark
+        if retokenizer.strips_space(state) and text.startswith(b" "):
             text = text[1:]
             if retokenizer.adds_space(state):
                 streamed = streamed[1:]
             state.has_text = True
-        state.has_ended = special is not None and bool(before) and token in retokenizer.ends
-        self._stream += streamed
-        state.stream_length = len(self._stream)
-        if streamed and self._begin_answer(state, before, special is not None):
-            return
-        if special is None:
-            if text:
-                retokenizer.add_text(state, text)
-        elif token != retokenizer.bos or before:
-            retokenizer.end_text(state)
-            if (auxiliary_id := retokenizer.special_ids.get(token)) is not None:
-                state.append([auxiliary_id])
+        state.has_ended = False
+        if not self._extend_stream(state, streamed, is_special=False) and text:
+            retokenizer.add_text(state, text)
 
-    def _begin_answer(self, state: RetokenizerState, before: int, is_special: bool) -> bool:
-        """If the last token completed a prompt of a conversation, continue from the auxiliaries' prompt.
+    def _read_special(self, state: RetokenizerState, token: int, streamed: bytes) -> None:
+        retokenizer, is_first = self._retokenizer, not self._stream
+        # A finished row of a batch is padded until the others finish, possibly with its end token.
+        if token == retokenizer.padding and (state.has_ended or token not in retokenizer.special_ids):
+            return
+        if token == retokenizer.bos and self._stream == streamed:
+            return  # a BOS token written by both the template and the tokenizer counts once
+        state.has_ended = not is_first and token in retokenizer.ends
+        if self._extend_stream(state, streamed, is_special=True) or (token == retokenizer.bos and is_first):
+            return
+        retokenizer.end_text(state)
+        if (auxiliary_id := retokenizer.special_ids.get(token)) is not None:
+            state.append([auxiliary_id])
+
+    def _extend_stream(self, state: RetokenizerState, streamed: bytes, *, is_special: bool) -> bool:
+        """Add a token to the stream; if it completes a prompt of a conversation, continue from the auxiliaries' prompt.
 
         Args:
             state: changed in place.
-            before: number of bytes in the stream before the last token.
-            is_special: whether the last token is a special token.
+            streamed: the token's bytes in the stream.
+            is_special: whether it is a special token.
 
         Returns:
             Whether an answer begins.
         """
+        before = len(self._stream)
+        self._stream += streamed
+        state.stream_length = len(self._stream)
         conversations = self._retokenizer.conversations
         begins = False
-        if conversations is None:
+        if conversations is None or not streamed:
             return begins
         for end in conversations.prompt_ends(self._stream, before):
             rest = bytes(self._stream[end:])

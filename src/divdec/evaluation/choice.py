@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
-ALPHAS = (1.0, 1.5)  # of the linear rules with a margin
 NOISE_LEVELS = (0.5, 0.9, 0.99)
-MIN_MARGIN, NOISE_FACTOR = 1.0, 2.0
+MARGIN_ALPHA = 1.5
+MIN_MARGIN, NOISE_FACTORS = 1.0, (1.0, 2.0)  # margins as multiples of the noise
 MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MAX_PERPLEXITY = 1.10
@@ -334,9 +334,17 @@ def ask(
     )
 
 
-def margin_above(noise: Sequence[float]) -> float:
-    """Return a margin above the noise, so that the rule does little on neutral text; at most the largest accepted."""
-    return round(min(max(MIN_MARGIN, NOISE_FACTOR * noise[-1]), MAX_MARGIN), 1)
+def noise_margins(noise: Sequence[float]) -> list[float]:
+    """Return margins at the noise and above it, so that the rule does little on neutral text.
+
+    Args:
+        noise: the result of `noise_of`.
+
+    Returns:
+        Multiples of the largest quantile in nats, from `MIN_MARGIN` to the largest margin that a rule accepts.
+    """
+    found = (round(min(max(MIN_MARGIN, factor * noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
+    return list(dict.fromkeys(found))
 
 
 def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tuple[float, ...]:
@@ -353,13 +361,13 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
 
 
 def candidates(noise: Sequence[float]) -> tuple[Steering, ...]:
-    """Return the rules that `choose_rule` compares by default, with a margin above the noise.
+    """Return the rules that `choose_rule` compares by default.
 
     Args:
         noise: the result of `noise_of`.
     """
-    margin = margin_above(noise)
-    return (*map(Steering.parse, CANDIDATES), *(Steering(alpha=alpha, margin=margin) for alpha in ALPHAS))
+    with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
+    return (*map(Steering.parse, CANDIDATES), *with_margin)
 
 
 def choose_rule(
