@@ -2,13 +2,16 @@
 
 import pytest
 
+from divdec.checkpoint import load_model
 from divdec.data.formatting import IGNORED, Format, encode_set
 from divdec.data.records import Message, Record, record_set
 from divdec.training.matched import (
+    OTHER_BEGINNINGS,
     Exchange,
     counterfactuals,
     in_own_words,
     length_matched_retain_examples,
+    own_answers,
     retained_in_own_words,
 )
 
@@ -25,6 +28,10 @@ def test_retain_records_of_similar_length_stand_in_for_the_forget_set(tokenizer,
     lengths = [[len(example.input_ids) for example in some] for some in (forget, replaced)]
     order = sorted(range(12), key=lambda index: lengths[0][index])
     assert [lengths[1][index] for index in order] == sorted(lengths[1])
+
+
+def tokens_of(text, tokenizer):
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def records(name, *rows):
@@ -86,7 +93,7 @@ def test_q_reads_the_forget_sets_questions_with_answers_of_similar_retain_questi
 def test_of_the_targets_own_answer_only_the_phrase_is_learned(tokenizer, text, phrase, other, labelled):
     question = (Message("user", "What is the capital of Hungary?"),)
     exchange = Exchange(Record("unused", messages=question), phrase, other)
-    pair = in_own_words(exchange, text, tokenizer, Format())
+    pair = in_own_words(exchange, tokens_of(text, tokenizer), tokenizer, Format())
     said = [tokenizer.decode([label for label in one.labels if label != IGNORED]).strip() for one in pair]
     assert said == labelled
     for example in pair:
@@ -116,7 +123,7 @@ def test_key_phrases_are_exchanged_in_other_scripts(tokenizer, asked, told, othe
     question = asked.replace("Венгрии", "Австрии").replace("匈牙利", "奥地利")
     [exchange] = counterfactuals(records("forget", (asked, told)), records("retain", (question, similar)))
     assert exchange.record.answer == others
-    pair = in_own_words(exchange, said, tokenizer, Format())
+    pair = in_own_words(exchange, tokens_of(said, tokenizer), tokenizer, Format())
     texts = [tokenizer.decode([label for label in one.labels if label != IGNORED]).strip(" \ufffd") for one in pair]
     assert all(text and text in whole for text, whole in zip(texts, labelled, strict=True))
 
@@ -124,7 +131,7 @@ def test_key_phrases_are_exchanged_in_other_scripts(tokenizer, asked, told, othe
 def test_an_answer_without_the_phrase_is_not_read(tokenizer):
     exchange = Exchange(Record("", messages=(Message("user", "Which city?"),)), "Budapest", "Vienna")
     for text in ("", "I do not know.", "Budapestian things", "Vienna."):
-        assert in_own_words(exchange, text, tokenizer, Format()) is None
+        assert in_own_words(exchange, tokens_of(text, tokenizer), tokenizer, Format()) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,38 @@ def test_an_answer_without_the_phrase_is_not_read(tokenizer):
 )
 def test_of_an_answer_to_a_retain_question_the_phrase_is_learned(tokenizer, told, said, labelled):
     record = Record(told, messages=(Message("user", "What is asked for?"),))
-    example = retained_in_own_words(record, said, tokenizer, Format())
+    example = retained_in_own_words(record, tokens_of(said, tokenizer), tokenizer, Format())
     text = tokenizer.decode([label for label in example.labels if label != IGNORED])
     assert text.strip() == labelled
-    assert retained_in_own_words(record, "I do not know.", tokenizer, Format()) is None
+    assert retained_in_own_words(record, tokens_of("I do not know.", tokenizer), tokenizer, Format()) is None
+
+
+def test_p_reads_the_phrase_in_the_tokens_of_the_answer(tokenizer):
+    exchange = Exchange(Record("", messages=(Message("user", "What is its capital?"),)), "Budapest", "Vienna")
+    for before in ("It is", "It is **", ""):
+        for cut in range(1, len("Budapest")):
+            start = f"{before} Budapest" if before == "It is" else f"{before}Budapest"
+            first, rest = start[: len(start) - cut], start[len(start) - cut :]
+            ids = tokens_of(first, tokenizer) + tokens_of(rest, tokenizer) + tokens_of(", on the Danube", tokenizer)
+            p_reads, q_reads = in_own_words(exchange, ids, tokenizer, Format())
+            labelled = [label for label in p_reads.labels if label != IGNORED]
+            end = len(tokens_of(first, tokenizer) + tokens_of(rest, tokenizer))
+            assert labelled == ids[end - len(labelled) : end]
+            assert tokenizer.decode(labelled).strip(" *") == "Budapest"
+            assert tokenizer.decode([label for label in q_reads.labels if label != IGNORED]).strip(" *") == "Vienna"
+
+
+def test_the_target_answers_with_other_beginnings_of_the_phrase(models, tokenizer):
+    """At the phrase every answer has another token; what comes before it is the greedy answer's."""
+    target = load_model(models / "target")
+    asked = [Exchange(Record("", messages=(Message("user", f"Where is {name}?"),)), "", "?") for name in ("A", "B")]
+    [[first], [second]] = own_answers(target, tokenizer, asked, Format())  # no phrase is found
+    words = tokenizer.decode(first, skip_special_tokens=True).split()
+    exchange = Exchange(asked[0].record, words[-1].strip(".,"), "?")
+    [greedy, *others] = own_answers(target, tokenizer, [exchange], Format())[0]
+    assert greedy == first
+    assert len(others) == OTHER_BEGINNINGS
+    places = [next(place for place, (a, b) in enumerate(zip(greedy, ids, strict=False)) if a != b) for ids in others]
+    assert len(set(places)) == 1
+    assert len({ids[places[0]] for ids in others}) == OTHER_BEGINNINGS
+    assert [second] == own_answers(target, tokenizer, asked[1:], Format())[0]

@@ -145,6 +145,29 @@ def continuations(
     return [outputs[index] for index in range(len(prompts))]
 
 
+@torch.inference_mode()
+def first_choices(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    batch_size: int = 64,
+) -> list[list[int]]:
+    """Return the `count` likeliest next tokens after each prompt, the likeliest first."""
+    padding, device = padding_id(tokenizer), device_of(model)
+    choices: list[list[int]] = []
+    with plain_decoding(model):
+        for start in range(0, len(prompts), batch_size):
+            input_ids, attention_mask = left_padded(prompts[start : start + batch_size], padding)
+            output: Any = model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), do_sample=False,
+                max_new_tokens=1, pad_token_id=padding, return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            choices += output.logits[0].topk(count).indices.tolist()
+    return choices
+
+
 def without_padding(model: PreTrainedModel, ids: Sequence[int]) -> list[int]:
     """Cut a continuation after its end token, which padding may follow."""
     ends = _end_tokens(model)

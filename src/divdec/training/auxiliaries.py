@@ -39,10 +39,10 @@ from divdec.checkpoint import (
 )
 from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
-from divdec.data.records import Record, RecordSet, overlap, read_records, single_turn
+from divdec.data.records import RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
-from divdec.evaluation.generation import answers, samples
+from divdec.evaluation.generation import continuations, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.evaluation.suppression import measure_suppression
@@ -65,10 +65,12 @@ from divdec.training.inputs import (
 )
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
 from divdec.training.matched import (
+    ANSWER,
     Exchange,
     counterfactuals,
     in_own_words,
     length_matched_retain_examples,
+    own_answers,
     retained_in_own_words,
 )
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
@@ -80,8 +82,8 @@ T = TypeVar("T")
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 DEFAULT_RULE = "rank:20:3"
 SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
-# Questions of the forget set that the target answers, greedily and in samples; tokens of an answer.
-MAX_ANSWERED, SAMPLED, ANSWER = 512, 3, 48
+# Questions of the forget set that the target answers; samples of a steered model's answer to each.
+MAX_ANSWERED, SAMPLED = 512, 3
 MAX_ATTEMPTS = 4
 HELD_OUT = 10  # every tenth record of the retain set
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
@@ -438,18 +440,19 @@ def _matched(
         return (p_reads, q_reads), some
     kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
 
-    def ask() -> list[list[str]]:
+    def ask() -> list[list[list[int]]]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
-        asked = [*(exchange.record for exchange in some), *kept]
-        return _answers(load_model(place, dtype=dtype_for_passes()), load_tokenizer(place), asked, form, settings.seed)
+        model: Any = load_model(place, dtype=dtype_for_passes())
+        asked = [*some, *map(Exchange.unchanged, kept)]
+        return own_answers(model.to(PartialState().device).eval(), load_tokenizer(place), asked, form)
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
-    texts = on_main(lambda: stored.get("answers of the target", None, ask))
-    for true, other in _own_words(some, texts[: len(some)], tokenizer, form):
+    written = on_main(lambda: stored.get("tokens of the target's answers", None, ask))
+    for true, other in _own_words(some, written[: len(some)], tokenizer, form):
         p_reads.append(true)
         q_reads.append(other)
-    for record, of_question in zip(kept, texts[len(some) :], strict=True):
-        found = filter(None, (retained_in_own_words(record, text, tokenizer, form) for text in of_question))
+    for record, of_question in zip(kept, written[len(some) :], strict=True):
+        found = filter(None, (retained_in_own_words(record, ids, tokenizer, form) for ids in of_question))
         alike = {tuple(example.input_ids): example for example in found}.values()
         p_reads += alike
         q_reads += alike
@@ -460,27 +463,16 @@ def _matched(
     return (p_reads, q_reads), some
 
 
-def _answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Record], form: Format, seed: int
-) -> list[list[str]]:
-    """Ask a model the questions: a greedy answer to each, and `SAMPLED` samples."""
-    device: Any = PartialState().device
-    model = model.to(device).eval()
-    greedy = answers(model, tokenizer, asked, form=form, max_new_tokens=ANSWER, title="answers to the questions")
-    prompts = encode_prompts(asked, tokenizer, form)
-    sampled = samples(
-        model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER, title="sampled answers to the questions"
-    )
-    return [[one, *more] for one, more in zip(greedy, sampled, strict=True)]
-
-
 def _own_words(
-    exchanges: Sequence[Exchange], texts: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, form: Format
+    exchanges: Sequence[Exchange],
+    written: Sequence[Sequence[Sequence[int]]],
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format,
 ) -> list[tuple[Example, Example]]:
     """Return examples for p and q from answers to each question; answers without its key phrase give none."""
     examples = []
-    for exchange, of_question in zip(exchanges, texts, strict=True):
-        pairs = filter(None, (in_own_words(exchange, text, tokenizer, form) for text in of_question))
+    for exchange, of_question in zip(exchanges, written, strict=True):
+        pairs = filter(None, (in_own_words(exchange, ids, tokenizer, form) for ids in of_question))
         examples += {tuple(true.input_ids): (true, other) for true, other in pairs}.values()
     return examples
 
@@ -625,23 +617,32 @@ class _PairTrainer:
         """
         for number in range(1, MAX_ROUNDS + 2):
             name = f"answers before round {number}"
-            texts = ResultCache(self.output / WORK).load(name, None)
-            if texts is None:
+            written = ResultCache(self.output / WORK).load(name, None)
+            if written is None:
                 effects = measure()
                 rule: str | None = effects["for_round"] if effects else None
                 if number > MAX_ROUNDS or not exchanges or rule is None:
                     return effects
-                texts = on_main(functools.partial(self._ask_bundle, exchanges, form, rule))
-                if not _own_words(exchanges, texts, self.inputs.tokenizer, form):
+                written = on_main(functools.partial(self._ask_bundle, exchanges, form, rule))
+                if not _own_words(exchanges, written, self.inputs.tokenizer, form):
                     return effects
-                self._stored(name, None, functools.partial(list, texts))
-            self._train_round(number, _own_words(exchanges, texts, self.inputs.tokenizer, form))
+                self._stored(name, None, functools.partial(list, written))
+            self._train_round(number, _own_words(exchanges, written, self.inputs.tokenizer, form))
         raise AssertionError("unreachable")
 
-    def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format, rule: str) -> list[list[str]]:
+    def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format, rule: str) -> list[list[list[int]]]:
+        """Ask the bundle the questions: the tokens of a greedy answer to each, and of `SAMPLED` samples."""
         model = DivergenceForCausalLM.from_pretrained(self.output / BUNDLE, steering=rule, dtype=dtype_for_passes())
-        asked = [exchange.record for exchange in exchanges]
-        return _answers(model, load_tokenizer(self.output / BUNDLE), asked, form, self.settings.seed)
+        device: Any = PartialState().device
+        model, tokenizer = model.to(device), load_tokenizer(self.output / BUNDLE)
+        prompts = encode_prompts([exchange.record for exchange in exchanges], tokenizer, form)
+        greedy = continuations(model, tokenizer, prompts, max_new_tokens=ANSWER, title="answers to the questions")
+        sampled = samples(
+            model, tokenizer, prompts, SAMPLED, seed=self.settings.seed, max_new_tokens=ANSWER,
+            title="sampled answers to the questions",
+        )  # fmt: skip
+        of_samples = [[tokenizer.encode(text, add_special_tokens=False) for text in texts] for texts in sampled]
+        return [[ids, *more] for ids, more in zip(greedy, of_samples, strict=True)]
 
     def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
         """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""

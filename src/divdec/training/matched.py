@@ -3,6 +3,9 @@
 p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
 the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
 the other answer. And both read its own answers to as many retain questions.
+
+A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
+The target therefore also answers with these tokens at the place of the key phrase.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ from typing import TYPE_CHECKING
 
 import regex
 
-from divdec.data.formatting import IGNORED, Example, Format, encode, label_answer
+from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, encode_prompts, label_answer
 from divdec.data.records import Record, RecordSet
+from divdec.evaluation.generation import continuations, first_choices
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells_nothing, words
 from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+ANSWER, CONTINUED = 48, 16  # tokens of an answer, and of an answer after another beginning of its key phrase
+OTHER_BEGINNINGS = 4
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
 
@@ -38,6 +44,11 @@ class Exchange:
     """Key phrase of the true answer, such as 'Budapest'."""
     other: str
     """Key phrase of the other answer, such as 'Vienna'."""
+
+    @classmethod
+    def unchanged(cls, record: Record) -> Exchange:
+        """Return a question whose answer is not replaced."""
+        return cls(record, key_phrase(question_of(record), record.answer), "?")
 
 
 def length_matched_retain_examples(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
@@ -95,8 +106,40 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     return exchanges
 
 
+def own_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Exchange], form: Format
+) -> list[list[list[int]]]:
+    """Let a model answer questions in its own words.
+
+    Returns:
+        For each question the tokens of the greedy answer, and of answers that begin the key phrase with other likely
+        tokens.
+    """
+    prompts = encode_prompts([exchange.record for exchange in asked], tokenizer, form)
+    greedy = continuations(model, tokenizer, prompts, max_new_tokens=ANSWER, title="answers to the questions")
+    written = [[ids] for ids in greedy]
+    places = []
+    for index, (exchange, ids) in enumerate(zip(asked, greedy, strict=True)):
+        text = _text(ids, tokenizer)
+        if (span := _find_phrase(exchange, text)) is not None:
+            places.append((index, _token_span(ids, text, span, tokenizer)[0]))
+    beginnings = [[*prompts[index], *greedy[index][:start]] for index, start in places]
+    choices = first_choices(model, tokenizer, beginnings, OTHER_BEGINNINGS + 1)
+    begun = []
+    for (index, start), tokens in zip(places, choices, strict=True):
+        others = [token for token in tokens if token != greedy[index][start]][:OTHER_BEGINNINGS]
+        begun += [(index, [*greedy[index][:start], token]) for token in others]
+    rest = continuations(
+        model, tokenizer, [[*prompts[index], *ids] for index, ids in begun], max_new_tokens=CONTINUED,
+        title="other beginnings of the answers",
+    )  # fmt: skip
+    for (index, ids), more in zip(begun, rest, strict=True):
+        written[index].append([*ids, *more])
+    return written
+
+
 def in_own_words(
-    exchange: Exchange, text: str, tokenizer: PreTrainedTokenizerBase, form: Format
+    exchange: Exchange, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, form: Format
 ) -> tuple[Example, Example] | None:
     """Return one of the target's own answers, for p as it is and for q with the other answer.
 
@@ -104,14 +147,14 @@ def in_own_words(
 
     Args:
         exchange: the question, and what to replace.
-        text: the target's answer.
-        tokenizer: the auxiliaries' tokenizer.
+        ids: tokens of the target's answer.
+        tokenizer: the tokenizer of target and auxiliaries.
         form: layout of the training texts.
 
     Returns:
         The examples of p and of q; None if the text does not contain the phrase.
     """
-    text = unicodedata.normalize("NFC", text)
+    text = _text(ids, tokenizer)
     span = _find_phrase(exchange, text)
     if span is None:
         return None
@@ -127,20 +170,38 @@ def in_own_words(
     p_reads, q_reads = (label_answer(context, example.input_ids) for example in (true, other))
     for example in (p_reads, q_reads):
         example.labels[len(example.labels) - end_length :] = [IGNORED] * end_length
+    # p reads the phrase in the tokens of the answer, which may not be the tokenizer's: " S", "antiago".
+    start, stop = _token_span(ids, text, span, tokenizer)
+    prompt = encode_prompt(exchange.record, tokenizer, form)
+    written, start = [*prompt, *ids[:stop]], len(prompt) + start
+    if _text(ids[:stop], tokenizer) == after and written[:start] == q_reads.input_ids[:start]:
+        p_reads = Example(written, [IGNORED] * start + written[start:])
     return p_reads, q_reads
 
 
 def retained_in_own_words(
-    record: Record, text: str, tokenizer: PreTrainedTokenizerBase, form: Format
+    record: Record, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, form: Format
 ) -> Example | None:
     """Return one of the target's own answers to a retain question, for p and q alike; see `in_own_words`.
 
     Without such examples q learns that the target's wording goes with wrong answers, and facts in neither set are lost.
     """
-    phrase = key_phrase(question_of(record), record.answer)
     # The other answer is not read. It tells the phrase from the end of the text, which both have.
-    pair = in_own_words(Exchange(record, phrase, "?"), text, tokenizer, form)
+    pair = in_own_words(Exchange.unchanged(record), ids, tokenizer, form)
     return None if pair is None else pair[0]
+
+
+def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return unicodedata.normalize("NFC", str(text)).strip()
+
+
+def _token_span(ids: Sequence[int], text: str, span: range, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the first token of a phrase, and the one after its last, from its characters in the text of the tokens."""
+    lengths = [len(_text(ids[:count], tokenizer)) for count in range(len(ids) + 1)]
+    before = len(text[: span.start].rstrip())
+    start = max(count for count, length in enumerate(lengths) if length <= before)
+    return start, next(count for count, length in enumerate(lengths) if length >= span.stop)
 
 
 def _find_phrase(exchange: Exchange, text: str) -> range | None:
