@@ -449,8 +449,8 @@ def _matched(
         p_reads.append(true)
         q_reads.append(other)
     for record, of_question in zip(kept, texts[len(some) :], strict=True):
-        found = filter(None, (retained_in_own_words(record, text, tokenizer, form) for text in of_question))
-        alike = {tuple(example.input_ids): example for example in found}.values()
+        retained_examples = filter(None, (retained_in_own_words(record, text, tokenizer, form) for text in of_question))
+        alike = {tuple(example.input_ids): example for example in retained_examples}.values()
         p_reads += alike
         q_reads += alike
     report(
@@ -471,7 +471,7 @@ def _answers(
     sampled = samples(
         model, tokenizer, prompts, SAMPLED, seed=seed, max_new_tokens=ANSWER, title="sampled answers to the questions"
     )
-    return [[one, *more] for one, more in zip(greedy, sampled, strict=True)]
+    return [[answer, *more] for answer, more in zip(greedy, sampled, strict=True)]
 
 
 def _own_words(
