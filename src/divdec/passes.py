@@ -72,8 +72,8 @@ def device_of(model: nn.Module) -> torch.device:
     embeddings: Any = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     device: torch.device = embeddings.weight.device
     hook = getattr(embeddings, "_hf_hook", None)
-    for one in getattr(hook, "hooks", [hook]) if device.type == "meta" else ():
-        if (execution_device := getattr(one, "execution_device", None)) is not None:
+    for candidate in getattr(hook, "hooks", [hook]) if device.type == "meta" else ():
+        if (execution_device := getattr(candidate, "execution_device", None)) is not None:
             return torch.device(execution_device)
     return device
 
@@ -131,23 +131,27 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, tensors)
 
 
-def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+def same_weights(first_model: PreTrainedModel, other: PreTrainedModel) -> bool:
     """Whether two models have equal parameters under equal names; stops at the first difference."""
-    first, second = ({name for name, _ in model.named_parameters(remove_duplicate=False)} for model in (one, other))
+    first, second = (
+        {name for name, _ in model.named_parameters(remove_duplicate=False)} for model in (first_model, other)
+    )
     if first != second:
         return False
     modules = dict(other.named_modules(remove_duplicate=False))
-    return all(_same_own_weights(child, modules[name]) for name, child in one.named_modules() if child._parameters)
+    return all(
+        _same_own_weights(child, modules[name]) for name, child in first_model.named_modules() if child._parameters
+    )
 
 
-def _same_own_weights(one: nn.Module, other: nn.Module) -> bool:
-    with _on_execution_device(one), _on_execution_device(other):
+def _same_own_weights(module: nn.Module, other: nn.Module) -> bool:
+    with _on_execution_device(module), _on_execution_device(other):
         second = dict(other.named_parameters(recurse=False))
         return all(
             not tensor.is_meta
             and tensor.shape == second[name].shape
             and torch.equal(tensor, second[name].to(tensor.device))
-            for name, tensor in one.named_parameters(recurse=False)
+            for name, tensor in module.named_parameters(recurse=False)
         )
 
 

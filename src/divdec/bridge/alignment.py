@@ -38,12 +38,12 @@ _CHARACTER_NORMALIZERS = frozenset(("Lowercase", "StripAccents", "BertNormalizer
 _MAX_STATES = 64  # states that a sequence stores, to which it can be rolled back
 
 
-def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(sequence: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
+    length = min(len(sequence), len(other))
+    if sequence[:length] == other[:length]:
         return length
-    return next(index for index in range(length) if one[index] != other[index])
+    return next(index for index in range(length) if sequence[index] != other[index])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,14 +380,16 @@ class DivergenceMapper:
         difference = retain[:, -1] - forget[:, -1]
         centered = difference - difference[:, self._text_tokens].median(dim=-1, keepdim=True).values
         result = centered.new_empty(len(inputs), self._width)
-        keys = [(one.target_strips_space, one.auxiliary_adds_space) for one in inputs]
+        keys = [
+            (auxiliary_input.target_strips_space, auxiliary_input.auxiliary_adds_space) for auxiliary_input in inputs
+        ]
         for key in set(keys):
-            rows = [row for row, own in enumerate(keys) if own == key]
+            rows = [row for row, row_key in enumerate(keys) if row_key == key]
             result[rows] = self._gather(centered[rows], key)
         if token_healing:
-            for row, one in enumerate(inputs):
-                if len(one.ids) > 1 and one.is_open:
-                    self._heal(result[row], finite, row, one.ids[-1], retain[row, 0], forget[row, 0])
+            for row, auxiliary_input in enumerate(inputs):
+                if len(auxiliary_input.ids) > 1 and auxiliary_input.is_open:
+                    self._heal(result[row], finite, row, auxiliary_input.ids[-1], retain[row, 0], forget[row, 0])
         # A gather may drop a value that is not finite. NaN makes the steered model raise an error.
         return result.masked_fill(~finite[:, None], torch.nan)
 

@@ -212,7 +212,9 @@ def _rename_special_tokens(description: dict[str, Any]) -> dict[str, str]:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         merges = model["merges"]
-        model["merges"] = [[one, other] for one, other in merges if not {one, other, one + other} & names.keys()]
+        model["merges"] = [
+            [first, other] for first, other in merges if not {first, other, first + other} & names.keys()
+        ]
     return names
 
 

@@ -120,14 +120,14 @@ class BridgedPair(BaseExperts, nn.Module):
             columns = [column for column in range(last) if is_token[-last:][column]]
             texts += sequence.auxiliary_inputs(tokens[row][is_token].tolist(), [counts[column] for column in columns])
             positions += [(row, column) for column in columns]
-        longest = max((len(one.ids) for one in texts), default=0)
+        longest = max((len(text.ids) for text in texts), default=0)
         if self._limit is not None and longest > self._limit:
             raise UsageError(
                 f"the text has {longest} tokens in the auxiliaries' tokenizer, which have {self._limit} positions; "
                 "shorten it, or use auxiliaries with more"
             )
         result = torch.zeros(len(tokens), last, self.vocab_size, device=device_of(self.retain))
-        ids = [one.ids for one in texts]
+        ids = [text.ids for text in texts]
         for indices, retain, forget in self._logits(layer.pair_cache, [row for row, _ in positions], ids):
             batch = [texts[index] for index in indices]
             values = self._mapper.divergence(retain, forget, batch, self.token_healing)
@@ -216,10 +216,10 @@ class RaggedPairCache:
         index = torch.tensor(rows)
         used = self._used[index] & (self._used[index].cumsum(1) <= torch.tensor(lengths)[:, None])
         slots = int(used.any(0).nonzero().max()) + 1
-        for layer, own in zip(result.layers, self.layers, strict=True):
-            if own.keys is not None:  # layers that share another layer's keys and values stay empty
-                device_index = index.to(own.keys.device)
-                layer.update(own.keys[device_index, :, :slots], own.values[device_index, :, :slots])
+        for layer, source in zip(result.layers, self.layers, strict=True):
+            if source.keys is not None:  # layers that share another layer's keys and values stay empty
+                device_index = index.to(source.keys.device)
+                layer.update(source.keys[device_index, :, :slots], source.values[device_index, :, :slots])
         result._used = used[:, :slots]
         result.ids = [self.ids[row][:length] for row, length in zip(rows, lengths, strict=True)]
         return result
@@ -231,7 +231,7 @@ class RaggedPairCache:
         if not self._use_cache or not slots:
             return result
         both = (self, other)
-        result._used = torch.cat([nn.functional.pad(one._used, (0, slots - one._used.shape[1])) for one in both])
+        result._used = torch.cat([nn.functional.pad(cache._used, (0, slots - cache._used.shape[1])) for cache in both])
         result.ids = self.ids + other.ids
         for layer, *sources in zip(result.layers, self.layers, other.layers, strict=True):
             # A cache that was cleared after an error has no keys, and none of its slots are used.

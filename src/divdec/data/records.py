@@ -177,13 +177,13 @@ def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
     return record_set(name, [(f"text {number}", text) for number, text in enumerate(texts, start=1)])
 
 
-def overlap(one: RecordSet, other: RecordSet) -> Overlap:
-    """Count the records of `one` that are also in `other`, ignoring case and white space."""
+def overlap(records: RecordSet, other: RecordSet) -> Overlap:
+    """Count the records of `records` that are also in `other`, ignoring case and white space."""
     prompts = {_normal(_before(record)) for record in other if _before(record)}
     whole = {_normal(_before(record), record.answer) for record in other}
     return Overlap(
-        records=sum(_normal(_before(record), record.answer) in whole for record in one),
-        prompts=sum(_normal(_before(record)) in prompts for record in one),
+        records=sum(_normal(_before(record), record.answer) in whole for record in records),
+        prompts=sum(_normal(_before(record)) in prompts for record in records),
     )
 
 

@@ -54,11 +54,11 @@ class DivergenceCache(Cache):
     def check_rows(self, rows: int) -> None:
         """Refuse to continue with another number of sequences than the cache holds."""
         states = (getattr(layer, "keys", None) for layer in self.target.layers)
-        held = next((len(keys) for keys in states if isinstance(keys, Tensor) and keys.numel()), rows)
-        if held != rows:
+        cached_rows = next((len(keys) for keys in states if isinstance(keys, Tensor) and keys.numel()), rows)
+        if cached_rows != rows:
             raise UsageError(
-                f"past_key_values holds {held} sequences, but the input has {rows} (beams and num_return_sequences "
-                "included); give as many, or repeat them with batch_repeat_interleave()"
+                f"past_key_values holds {cached_rows} sequences, but the input has {rows} (beams and "
+                "num_return_sequences included); give as many, or repeat them with batch_repeat_interleave()"
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -194,8 +194,8 @@ def join(cache: DivergenceCache, other: DivergenceCache) -> tuple[int, int]:
         elif layer.is_initialized:
             columns = _set_length(layer, longest)
             layer.keys, layer.values = (
-                torch.cat([_pad_left(own, columns), _pad_left(added.to(own.device), columns)])
-                for own, added in ((layer.keys, other_layer.keys), (layer.values, other_layer.values))
+                torch.cat([_pad_left(states, columns), _pad_left(added.to(states.device), columns)])
+                for states, added in ((layer.keys, other_layer.keys), (layer.values, other_layer.values))
             )
     cache.check_length()
     return longest - length, longest - other_length

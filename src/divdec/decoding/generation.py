@@ -41,13 +41,13 @@ def plain_decoding(model: Any) -> Iterator[None]:
     Args:
         model: any model with a `generation_config`, which is restored.
     """
-    own = model.generation_config
-    tokens = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    generation_config = model.generation_config
+    tokens = {name: getattr(generation_config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**tokens)
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = generation_config
 
 
 class SteeredGeneration(GenerationMixin):

@@ -178,7 +178,7 @@ def measure(
 def _write_data(output: Path, sets: Mapping[str, Sequence[Fact]], expected: Sequence[str]) -> None:
     """Write the data that README's commands name."""
     for name, facts in sets.items():
-        write_records(output / f"{name}.jsonl", [one for fact in facts for one in fact.records])
+        write_records(output / f"{name}.jsonl", [fact_record for fact in facts for fact_record in fact.records])
     neutral = [
         Record(text, messages=(Message("user", prompt),)) for prompt, text in zip(NEUTRAL, expected, strict=True)
     ]

@@ -343,8 +343,8 @@ def noise_margins(noise: Sequence[float]) -> list[float]:
     Returns:
         Multiples of the largest quantile in nats, from `MIN_MARGIN` to the largest margin that a rule accepts.
     """
-    found = (round(min(max(MIN_MARGIN, factor * noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
-    return list(dict.fromkeys(found))
+    margins = (round(min(max(MIN_MARGIN, factor * noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
+    return list(dict.fromkeys(margins))
 
 
 def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tuple[float, ...]:
@@ -436,7 +436,7 @@ def choose_rule(
         texts = {name: [_answer(example, tokenizer) for example in examples[name]] for name in q_sets}
         reference = _aucs(of_set, texts)
         aucs = [_aucs(some, texts) for some in by_setting]
-        rows = [_with_distance(row, own, reference) for row, own in zip(rows, aucs, strict=True)]
+        rows = [_with_distance(row, setting_aucs, reference) for row, setting_aucs in zip(rows, aucs, strict=True)]
 
     replies = _GreedyAnswers(model.target, tokenizer, sets, form, batch_size, progress)
     target = dataclasses.replace(
@@ -590,7 +590,7 @@ def _encode_whole(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: 
 
 
 def _token_log_probabilities(scores: Sequence[ItemScore]) -> list[float]:
-    return [value for one in scores for value in one.log_probabilities]
+    return [value for item_score in scores for value in item_score.log_probabilities]
 
 
 def _loss(scores: Sequence[ItemScore]) -> float:
@@ -607,16 +607,18 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
             capital letters have key phrases only.
         retain: the retain set, whose words are no reason to leave a record out.
     """
-    names, known = ({word for one in some for word in _words(one)} for some in (forget, retain))
+    names, known = ({word for record in some for word in _words(record)} for some in (forget, retain))
     names = {word for word in names - known if word != word.lower() or word.isdigit()}
-    asked = [] if forget.kind == "text" else [one for one in forget if one.messages or one.prompt]
-    phrases = {key_phrase(question_of(one), one.answer) for one in asked}
-    told = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
-    told = {phrase for phrase in told if not any(holds(words(_text(one)), phrase) for one in retain)}
+    asked = [] if forget.kind == "text" else [record for record in forget if record.messages or record.prompt]
+    phrases = {key_phrase(question_of(record), record.answer) for record in asked}
+    uncased_phrases = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
+    uncased_phrases = {
+        phrase for phrase in uncased_phrases if not any(holds(words(_text(record)), phrase) for record in retain)
+    }
 
     def names_none(record: Record) -> bool:
-        content = words(_text(record)) if told else []
-        return names.isdisjoint(_words(record)) and not any(holds(content, phrase) for phrase in told)
+        content = words(_text(record)) if uncased_phrases else []
+        return names.isdisjoint(_words(record)) and not any(holds(content, phrase) for phrase in uncased_phrases)
 
     return dataclasses.replace(neutral, records=tuple(filter(names_none, neutral)))
 

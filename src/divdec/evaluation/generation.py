@@ -305,4 +305,4 @@ def _exchange(work: Callable[[], T]) -> Sequence[T]:
     dist.all_gather_object(gathered, (result, sent))
     if (first := next((failed for _, failed in gathered if failed is not None), None)) is not None:
         raise error or first
-    return [one for one, _ in gathered]
+    return [process_result for process_result, _ in gathered]

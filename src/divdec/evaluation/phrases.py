@@ -47,8 +47,8 @@ class Word:
 
 def find_words(text: str) -> list[Word]:
     """Find the words of a text, and where they stand in it."""
-    found = (Word(_plain(match[0]), *match.span()) for match in _WORD.finditer(text))
-    return [word for word in found if word.text]
+    matched_words = (Word(_plain(match[0]), *match.span()) for match in _WORD.finditer(text))
+    return [word for word in matched_words if word.text]
 
 
 def words(text: str) -> list[str]:
@@ -142,7 +142,7 @@ FUNCTION_WORDS = frozenset(
 
 
 def _sequences(text: str) -> frozenset[tuple[str, ...]]:
-    return frozenset(tuple(words(one)) for one in text.split())
+    return frozenset(tuple(words(token)) for token in text.split())
 
 
 # Copulas, prepositions and particles at the ends of a phrase, in place of which another answer may have others.
@@ -233,19 +233,19 @@ def _new_runs(answer: str, known: Sequence[str]) -> list[list[Word]]:
 
     A character counts as the question's only together with a neighbour.
     """
-    found = find_words(answer)
+    answer_words = find_words(answer)
     single, pairs = set(known), set(itertools.pairwise(known))
-    new = [True] * len(found)
-    for index, word in enumerate(found):
+    new = [True] * len(answer_words)
+    for index, word in enumerate(answer_words):
         if not word.is_character and word.text in single:
             new[index] = False
-        if index + 1 < len(found) and (word.text, found[index + 1].text) in pairs:
+        if index + 1 < len(answer_words) and (word.text, answer_words[index + 1].text) in pairs:
             new[index] = new[index + 1] = False
     runs: list[list[Word]] = []
-    for index, word in enumerate(found):
+    for index, word in enumerate(answer_words):
         if not new[index]:
             continue
-        joined = index and new[index - 1] and not _CLAUSE_END.search(answer[found[index - 1].end : word.start])
+        joined = index and new[index - 1] and not _CLAUSE_END.search(answer[answer_words[index - 1].end : word.start])
         if joined:
             runs[-1].append(word)
         else:
@@ -312,12 +312,12 @@ def _first_clause(text: str) -> str:
     return next((clause for clause in _CLAUSE_END.split(text) if words(clause)), "")
 
 
-def _similarity(one: str, other: str) -> float:
+def _similarity(text: str, other: str) -> float:
     """1 − Levenshtein distance / length of the longer text."""
     row = list(range(len(other) + 1))
-    for index, letter in enumerate(one, start=1):
+    for index, letter in enumerate(text, start=1):
         diagonal, row[0] = row[0], index
         for column, against in enumerate(other, start=1):
             substituted = diagonal + (letter != against)
             diagonal, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, substituted)
-    return 1 - row[-1] / max(len(one), len(other), 1)
+    return 1 - row[-1] / max(len(text), len(other), 1)

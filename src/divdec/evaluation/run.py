@@ -42,7 +42,7 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
     for text in texts:
         rule, _, values = text.partition(":")
         values, *ending = values.split(":")
-        ending = "".join(f":{one}" for one in ending)
+        ending = "".join(f":{part}" for part in ending)
         for value in values.split(","):
             settings.append(Steering.parse(f"{rule}:{value}{ending}", allow_negative=allow_negative))
     if len({str(setting) for setting in settings}) < len(settings):
@@ -120,11 +120,11 @@ def evaluate(
                 ]
             )
             model = run.load(settings, device_map)
-            for one, folder, steering in zip(results, run.folders, run.steering, strict=True):
-                one.name = folder.name
-                one.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
-                one.about |= _identity(run, steering, model)
-                one.about |= settings.step(step)
+            for setting_results, folder, steering in zip(results, run.folders, run.steering, strict=True):
+                setting_results.name = folder.name
+                setting_results.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
+                setting_results.about |= _identity(run, steering, model)
+                setting_results.about |= settings.step(step)
             evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
             save = functools.partial(_save, run=run, suite=suite, settings=settings, output=output)
             all_results += suite.evaluate(evaluated, earlier=results, save=save)

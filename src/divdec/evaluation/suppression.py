@@ -47,20 +47,22 @@ class SuppressionThreshold:
             shares: by set, the share of probability that steering took from each reply, 0 to 1. All sets but 'forget'
                 count as others, each with the same weight.
         """
-        shares = {name: own for name, own in shares.items() if own}
+        shares = {name: set_shares for name, set_shares in shares.items() if set_shares}
         if "forget" not in shares or len(shares) == 1:
             return cls(None)
 
         def difference(share: float) -> float:
-            marked = {name: statistics.fmean(value >= share for value in own) for name, own in shares.items()}
+            marked = {
+                name: statistics.fmean(value >= share for value in set_shares) for name, set_shares in shares.items()
+            }
             return marked.pop("forget") - statistics.fmean(marked.values())
 
-        values = sorted({0.0, 1.0, *(value for own in shares.values() for value in own)})
+        values = sorted({0.0, 1.0, *(value for set_shares in shares.values() for value in set_shares)})
         best = max((_middle(low, high) for low, high in itertools.pairwise(values)), key=difference)
         if difference(best) < MIN_DIFFERENCE:
             return cls(None)
-        marked = {name: sum(value >= best for value in own) for name, own in shares.items()}
-        return cls(best, marked, {name: len(own) for name, own in shares.items()})
+        marked = {name: sum(value >= best for value in set_shares) for name, set_shares in shares.items()}
+        return cls(best, marked, {name: len(set_shares) for name, set_shares in shares.items()})
 
     def __str__(self) -> str:
         if self.share is None:

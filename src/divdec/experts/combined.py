@@ -40,8 +40,8 @@ class CombinedExperts(BaseExperts, nn.Module):
         """Compute Σ wᵢ·divergenceᵢ."""
         caches = cache.caches if cache is not None else [None] * len(self.parts)
         total = None
-        for experts, weight, own in zip(self.parts, self.weights, caches, strict=True):
-            divergence = experts.divergence(*inputs, own, logits_to_keep)[..., : self.vocab_size]
+        for experts, weight, part_cache in zip(self.parts, self.weights, caches, strict=True):
+            divergence = experts.divergence(*inputs, part_cache, logits_to_keep)[..., : self.vocab_size]
             if weight != 1:
                 divergence = weight * divergence
             total = divergence if total is None else total + divergence.to(total.device)

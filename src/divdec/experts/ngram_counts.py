@@ -155,12 +155,12 @@ class NgramCounts:
 
 
 class _TwoCounts:
-    def __init__(self, one: Counts, other: Counts) -> None:
-        self.one = one
+    def __init__(self, first: Counts, other: Counts) -> None:
+        self.one = first
         self.other = other
         """The smaller one."""
-        self.vocab_size = one.vocab_size
-        self.order = one.order
+        self.vocab_size = first.vocab_size
+        self.order = first.order
 
 
 class SummedCounts(_TwoCounts):
@@ -177,7 +177,7 @@ class SummedCounts(_TwoCounts):
 
 
 class CountDifference(_TwoCounts):
-    """Counts `one` without the documents of `other`, which `one` includes (a `Counts`)."""
+    """Counts `first` without the documents of `other`, which `first` includes (a `Counts`)."""
 
     @property
     def unigrams(self) -> np.ndarray:
@@ -186,9 +186,9 @@ class CountDifference(_TwoCounts):
 
     def followers(self, contexts: np.ndarray) -> Followers:
         """Return the followers of contexts in the remaining documents."""
-        one, other = self.one.followers(contexts), self.other.followers(contexts)
+        followers, other = self.one.followers(contexts), self.other.followers(contexts)
         minus = dataclasses.replace(other, totals=-other.totals, counts=-other.counts.astype(np.int64))
-        rest = summed(one, minus, self.vocab_size)
+        rest = summed(followers, minus, self.vocab_size)
         positive = (rest.counts > 0) & (rest.totals[rest.rows] > 0)
         rows = rest.rows[positive]
         # A context at the end of a removed document has no follower there, so a follower may outnumber its context.
@@ -220,17 +220,17 @@ def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:
     return score
 
 
-def mean_difference(q: Counts, p: Counts, own: Counts) -> float:
+def mean_difference(q: Counts, p: Counts, text_counts: Counts) -> float:
     """Return the mean of S_q − S_p over the longest n-grams of a text, weighted by their occurrences.
 
-    It is −1 if only p, which counts the text, predicts it, and 0 if q does too. `own` counts the text alone. Long texts
-    are sampled.
+    It is −1 if only p, which counts the text, predicts it, and 0 if q does too. `text_counts` counts the text
+    alone. Long texts are sampled.
     """
-    weights = np.asarray(own.unigrams)
+    weights = np.asarray(text_counts.unigrams)
     ngrams = np.flatnonzero(weights)[:, None]
     weights = weights[ngrams[:, 0]]
-    for _ in range(1, own.order):
-        followers = own.followers(ngrams)
+    for _ in range(1, text_counts.order):
+        followers = text_counts.followers(ngrams)
         if not len(followers.tokens):  # the text is shorter than the order
             break
         ngrams = np.concatenate([ngrams[followers.rows], followers.tokens[:, None]], axis=1)
@@ -240,27 +240,27 @@ def mean_difference(q: Counts, p: Counts, own: Counts) -> float:
     return float(np.average(backoff_scores(q, ngrams) - backoff_scores(p, ngrams), weights=weights))
 
 
-def summed(one: Followers, other: Followers, vocab_size: int) -> Followers:
+def summed(followers: Followers, other: Followers, vocab_size: int) -> Followers:
     """Add up the followers of the same contexts in two counts."""
-    totals = one.totals + other.totals
+    totals = followers.totals + other.totals
     if not len(other.tokens):
-        return dataclasses.replace(one, totals=totals)
-    keys = one.rows * vocab_size + one.tokens
+        return dataclasses.replace(followers, totals=totals)
+    keys = followers.rows * vocab_size + followers.tokens
     other_keys = other.rows * vocab_size + other.tokens
     if len(keys) > 1 and not np.all(keys[1:] > keys[:-1]):
         order = np.argsort(keys)
-        one = Followers(one.totals, one.rows[order], one.tokens[order], one.counts[order])
+        followers = Followers(followers.totals, followers.rows[order], followers.tokens[order], followers.counts[order])
         keys = keys[order]
     indices = np.searchsorted(keys, other_keys)
     shared = indices < len(keys)
     shared[shared] = keys[indices[shared]] == other_keys[shared]
-    counts = one.counts.astype(np.int64)
+    counts = followers.counts.astype(np.int64)
     counts[indices[shared]] += other.counts[shared]
     new = ~shared
     return Followers(
         totals,
-        np.concatenate([one.rows, other.rows[new]]),
-        np.concatenate([one.tokens, other.tokens[new]]),
+        np.concatenate([followers.rows, other.rows[new]]),
+        np.concatenate([followers.tokens, other.tokens[new]]),
         np.concatenate([counts, other.counts[new]]),
     )
 

@@ -112,7 +112,7 @@ def _tensors_of(layer: Any) -> list[Any]:
     """The tensors that a layer holds now and a pass may replace."""
     tensors = [list(value) if isinstance(value, list) else value for value in vars(layer).values()]
     pair_cache: Any = getattr(layer, "pair_cache", None)  # a bridged pair's keys and values
-    return tensors + [[own.keys, own.values] for own in getattr(pair_cache, "layers", ())]
+    return tensors + [[cache_layer.keys, cache_layer.values] for cache_layer in getattr(pair_cache, "layers", ())]
 
 
 def _cuda_devices(models: Iterable[PreTrainedModel]) -> set[torch.device]:

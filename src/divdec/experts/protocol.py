@@ -72,8 +72,8 @@ class BaseExperts:
         Raises:
             TypeError: the cache is not from `new_cache`.
         """
-        own = own_cache(cache, self.cache_class)
-        return self.compute(Inputs(input_ids, attention_mask, position_ids), own, logits_to_keep)
+        experts_cache = own_cache(cache, self.cache_class)
+        return self.compute(Inputs(input_ids, attention_mask, position_ids), experts_cache, logits_to_keep)
 
     def compute(self, inputs: Inputs, cache: Any, logits_to_keep: int) -> Tensor:
         """Compute the divergence; `cache` is a `cache_class`, or None."""

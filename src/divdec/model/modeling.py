@@ -306,12 +306,14 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or (use_cache is None and not uses_gradient_checkpointing(self))):
             cache = self.new_cache()
-        own, target_logits, divergence = self._run(input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        uncorrected_logits, target_logits, divergence = self._run(
+            input_ids, attention_mask, position_ids, cache, logits_to_keep
+        )
         if self._eligible is not None and self._eligible.device != target_logits.device:
             self._eligible = self._eligible.to(target_logits.device)
         logits = self._steering.apply(target_logits, divergence, self._eligible)
         if self.on_steered is not None:
-            self.on_steered(own, logits)
+            self.on_steered(uncorrected_logits, logits)
         if labels is not None and attention_mask is not None:
             # The first token of a left-padded text has no context.
             before = nn.functional.pad(attention_mask[:, -labels.shape[1] : -1], (1, 0), value=1)

@@ -59,9 +59,9 @@ class SuppressionPass:
             if keep > 0:
                 eligible = None if self._eligible is None else self._eligible.to(corrected.device)
                 steered = model.steering.apply(corrected, divergence, eligible)
-                taken = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
+                removed_probability = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
                 # NaN stays NaN, which is refused.
-                self._largest = torch.maximum(self._largest, taken.max().to(self._largest.device))
+                self._largest = torch.maximum(self._largest, removed_probability.max().to(self._largest.device))
         return float(self._largest) if end == self._ids.shape[1] else None
 
 

@@ -259,8 +259,8 @@ class Completions:
                 floor = max(floor, float(value))
                 continue
             if first in logprobs:  # named twice
-                own = {token: ambiguous[token]} if token in ambiguous else {}
-                return TokenPosition(token, None, ambiguous=own)
+                token_ambiguity = {token: ambiguous[token]} if token in ambiguous else {}
+                return TokenPosition(token, None, ambiguous=token_ambiguity)
             logprobs[first] = float(value)
             if others:
                 ambiguous[first] = frozenset(others)

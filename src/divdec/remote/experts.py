@@ -144,7 +144,7 @@ def load_experts(sources: ExpertSources) -> LoadedExperts:
             "nothing would steer the target: give a bundle, --retain-auxiliary and --forget-auxiliary, --ngram or "
             "--registry"
         )
-    width = sources.vocab_size or min(one.vocab_size for one in (experts, takedowns) if one is not None)
+    width = sources.vocab_size or min(part.vocab_size for part in (experts, takedowns) if part is not None)
     return LoadedExperts(tokenizer, experts, takedowns, _find_eos_token_ids(path, tokenizer), longest, width)
 
 

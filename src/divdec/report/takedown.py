@@ -140,9 +140,9 @@ def measure_request(
                 title = f"{name}, {when}" if progress else None
                 seeded = options | ({"seed": seed} if options else {})
                 again = recites(model, tokenizer, attacked, title=title, **seeded)
-                recited = [one or other for one, other in zip(recited, again, strict=True)]
+                recited = [previous or other for previous, other in zip(recited, again, strict=True)]
             row[when] = sum(recited)
-            ever[when] = [one or other for one, other in zip(ever[when], recited, strict=True)]
+            ever[when] = [previous or other for previous, other in zip(ever[when], recited, strict=True)]
         attacks.append(row)
     if "neutral" not in sets:
         title = "neutral samples" if progress else None

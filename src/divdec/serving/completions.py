@@ -279,7 +279,9 @@ class CompletionCall:
         outputs: list[list[RequestOutput]] = [[] for _ in self.replies]
         async for index, output in self._outputs():
             outputs[index].append(output)
-        return self._envelope(self.object_name, self.choices([_joined(own) for own in outputs]), usage=self._usage())
+        return self._envelope(
+            self.object_name, self.choices([_joined(reply_outputs) for reply_outputs in outputs]), usage=self._usage()
+        )
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         started: set[int] = set()
@@ -419,16 +421,18 @@ class ChatCompletion(CompletionCall):
         prompt = await encode_chat(self.engine, body, body.messages, tools)
         grammar = await self._grammar()
         # Where a grammar writes calls, it writes the Hermes form.
-        own = None if grammar is not None else getattr(self.engine.tokenizer, "response_template", None)
+        response_template = None if grammar is not None else getattr(self.engine.tokenizer, "response_template", None)
         self.add_replies(
             prompt, body.n, body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None, grammar=grammar,
-            skip_special_tokens=not (tools and own),
+            skip_special_tokens=not (tools and response_template),
         )  # fmt: skip
         if tools:
-            text = str(self.engine.tokenizer.decode(prompt)) if own else ""
+            text = str(self.engine.tokenizer.decode(prompt)) if response_template else ""
             parallel = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedToolChoice)
-            self._parsers = [ToolCallParser(own or HERMES, text, tools, parallel=parallel) for _ in self.replies]
+            self._parsers = [
+                ToolCallParser(response_template or HERMES, text, tools, parallel=parallel) for _ in self.replies
+            ]
 
     async def _grammar(self) -> GrammarMatcher | None:
         """Return the grammar that the reply must follow, if any.

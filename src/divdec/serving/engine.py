@@ -354,9 +354,9 @@ class Engine:
 
 def _deliver(outputs: StepOutput) -> None:
     """Put outputs into their requests' queues, with one call for requests of one event loop."""
-    for loop, own in itertools.groupby(outputs, key=lambda item: item[0].loop):
+    for loop, loop_outputs in itertools.groupby(outputs, key=lambda item: item[0].loop):
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_put, list(own))
+            loop.call_soon_threadsafe(_put, list(loop_outputs))
 
 
 def _put(outputs: StepOutput) -> None:

@@ -121,8 +121,8 @@ class TakedownCorrection:
 
     def begin(self, cache: Cache) -> None:
         """Let an answer that continues from a cache follow the newest state of the registry."""
-        if (held := own_cache(cache, SnapshotCache)) is not None:
-            held.snapshot = self.snapshot()
+        if (snapshot_cache := own_cache(cache, SnapshotCache)) is not None:
+            snapshot_cache.snapshot = self.snapshot()
 
     def new_cache(self) -> SnapshotCache:
         """Return an empty cache of tokens, bound to the newest state of the registry."""
@@ -143,11 +143,11 @@ class TakedownCorrection:
             cache: from `new_cache`; it is extended by `input_ids`. None computes without one.
             logits_to_keep: number of positions, counted from the end; 0 for all.
         """
-        held = own_cache(cache, SnapshotCache)
-        if held is not None and not held.get_seq_length():
-            self.begin(held)
-        snapshot = self.snapshot() if held is None else held.snapshot
-        tokens = (masked if held is None else held.token_layer.extend)(input_ids, attention_mask)
+        snapshot_cache = own_cache(cache, SnapshotCache)
+        if snapshot_cache is not None and not snapshot_cache.get_seq_length():
+            self.begin(snapshot_cache)
+        snapshot = self.snapshot() if snapshot_cache is None else snapshot_cache.snapshot
+        tokens = (masked if snapshot_cache is None else snapshot_cache.token_layer.extend)(input_ids, attention_mask)
         positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         return self._correct(snapshot, tokens, positions).to(input_ids.device)
 
@@ -182,8 +182,8 @@ class TakedownCorrection:
                 return {}
             q, p = pair.retain.counts, pair.forget.counts
             return {
-                entry.id: mean_difference(q, p, sum_counts([own], self.vocab_size))
-                for entry, own, _ in self._store.read_counts(connection, state)
+                entry.id: mean_difference(q, p, sum_counts([counts], self.vocab_size))
+                for entry, counts, _ in self._store.read_counts(connection, state)
             }
 
     def _changed(self) -> bool:
@@ -219,21 +219,23 @@ class TakedownCorrection:
     def _read(self, connection: sqlite3.Connection) -> Snapshot:
         known, state = self._snapshot, self._store.read_state(connection)
         only_added = known.state.entries.keys() <= state.entries.keys()
-        taken, held = (known.taken, known.held) if only_added else (None, None)
+        request_counts, passage_counts = (known.taken, known.held) if only_added else (None, None)
         new = [
-            (own, passages)
-            for entry, own, passages in self._store.read_counts(connection, state)
+            (counts, passages)
+            for entry, counts, passages in self._store.read_counts(connection, state)
             if not only_added or entry.counts_id not in known.state.entries
         ]
         if only_added and not new:
             return dataclasses.replace(known, state=state)
-        taken = RequestCounts.extend(taken, [own for own, _ in new], self.vocab_size)
-        held = RequestCounts.extend(held, [passages for _, passages in new if passages], self.vocab_size)
-        if taken is None:
+        request_counts = RequestCounts.extend(request_counts, [counts for counts, _ in new], self.vocab_size)
+        passage_counts = RequestCounts.extend(
+            passage_counts, [passages for _, passages in new if passages], self.vocab_size
+        )
+        if request_counts is None:
             return Snapshot(state, None, None, None)
         retain = self.retain.counts
-        q = self.retain if held is None else StupidBackoff(CountDifference(retain, held))
-        return Snapshot(state, taken, held, NgramPair(q, SummedCounts(retain, taken)))
+        q = self.retain if passage_counts is None else StupidBackoff(CountDifference(retain, passage_counts))
+        return Snapshot(state, request_counts, passage_counts, NgramPair(q, SummedCounts(retain, request_counts)))
 
 
 def _data_version(connection: sqlite3.Connection) -> int:

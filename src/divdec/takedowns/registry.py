@@ -201,8 +201,8 @@ class Registry:
         counts = count(tokens, self.vocab_size, self.order)
         retain = NgramCounts.load(self.folder / RETAIN, verify=False)
         retained = find_retained_passages(retain, tokens)
-        held = count(retained.passages, self.vocab_size, self.order) if retained.passages else None
-        q = retain if held is None else CountDifference(retain, held)
+        passage_counts = count(retained.passages, self.vocab_size, self.order) if retained.passages else None
+        q = retain if passage_counts is None else CountDifference(retain, passage_counts)
         divergence = mean_difference(q, SummedCounts(retain, counts), counts)
         if divergence > NO_EFFECT:
             raise UsageError(
@@ -219,19 +219,22 @@ class Registry:
             tokens=counts.tokens,
             ngrams=counts.distinct,
             counts_id=secrets.token_hex(16),
-            has_retained_passages=held is not None,
+            has_retained_passages=passage_counts is not None,
             max_retained_copies=retained.max_copies,
             shared_spans=retained.shared_spans,
             divergence=round(divergence, 4),
         )
-        own, passages = PackedCounts.from_counts(counts), None if held is None else PackedCounts.from_counts(held)
+        packed_counts, passages = (
+            PackedCounts.from_counts(counts),
+            None if passage_counts is None else PackedCounts.from_counts(passage_counts),
+        )
         with self._store.write() as connection:
             state = self._store.read_state(connection)
             if state.find(request_id) is not None:
                 raise UsageError(
                     f"request {request_id!r} is in {self.folder} already; give another id, or remove it first"
                 )
-            self._store.insert_counts(connection, entry.counts_id, own, passages)
+            self._store.insert_counts(connection, entry.counts_id, packed_counts, passages)
             self._store.append(connection, state, {"action": "add", **vars(entry)})
         return entry
 

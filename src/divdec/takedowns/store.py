@@ -293,11 +293,11 @@ class Store:
         connection.execute("UPDATE head SET sequence = ?, code = ?", (sequence, head))
 
     def insert_counts(
-        self, connection: sqlite3.Connection, counts_id: str, own: PackedCounts, held: PackedCounts | None
+        self, connection: sqlite3.Connection, counts_id: str, counts: PackedCounts, passage_counts: PackedCounts | None
     ) -> None:
         """Encrypt and store the counts of a request."""
-        sealed = self.keys.encrypt(own.to_bytes(), f"own {counts_id}")
-        passages = None if held is None else self.keys.encrypt(held.to_bytes(), f"held {counts_id}")
+        sealed = self.keys.encrypt(counts.to_bytes(), f"own {counts_id}")
+        passages = None if passage_counts is None else self.keys.encrypt(passage_counts.to_bytes(), f"held {counts_id}")
         connection.execute("INSERT INTO counts VALUES (?, ?, ?)", (counts_id, sealed, passages))
 
     def read_counts(
@@ -305,16 +305,16 @@ class Store:
     ) -> Iterator[tuple[TakedownRequest, PackedCounts, PackedCounts | None]]:
         """Decrypt the counts of every request in force, and of its passages that the retain set holds."""
         missing = set(state.entries)
-        for counts_id, own, held in connection.execute("SELECT id, own, held FROM counts"):
+        for counts_id, sealed_counts, sealed_passages in connection.execute("SELECT id, own, held FROM counts"):
             entry = state.entries.get(counts_id)
             if entry is None:
                 raise FailedClosed(f"{self.path} holds counts of no request in force; restore it from a backup")
             missing.discard(counts_id)
             try:
-                decrypted = PackedCounts.from_bytes(self.keys.decrypt(own, f"own {counts_id}"))
+                decrypted = PackedCounts.from_bytes(self.keys.decrypt(sealed_counts, f"own {counts_id}"))
                 passages = None
                 if entry.has_retained_passages:
-                    passages = PackedCounts.from_bytes(self.keys.decrypt(held, f"held {counts_id}"))
+                    passages = PackedCounts.from_bytes(self.keys.decrypt(sealed_passages, f"held {counts_id}"))
             except (ValueError, TypeError) as error:
                 raise FailedClosed(
                     f"{self.path}: the counts of request {entry.id!r} are damaged ({error}); restore it from a backup"

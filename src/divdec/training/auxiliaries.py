@@ -452,8 +452,8 @@ def _matched(
         p_reads.append(true)
         q_reads.append(other)
     for record, of_question in zip(kept, written[len(some) :], strict=True):
-        found = filter(None, (retained_in_own_words(record, ids, tokenizer, form) for ids in of_question))
-        alike = {tuple(example.input_ids): example for example in found}.values()
+        retained = filter(None, (retained_in_own_words(record, ids, tokenizer, form) for ids in of_question))
+        alike = {tuple(example.input_ids): example for example in retained}.values()
         p_reads += alike
         q_reads += alike
     report(

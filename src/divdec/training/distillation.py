@@ -203,8 +203,8 @@ class DistillationMetrics:
         result: Figures = {}
         for role, examples in self.sets.items():
             sums, count = self._sums(model, examples, teacher.figures)
-            kl, student, own = (sums / count).tolist()
-            result[role] = {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": own}
+            kl, student, teacher_entropy = (sums / count).tolist()
+            result[role] = {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher_entropy}
         return result
 
     def cache_error(
@@ -333,8 +333,10 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     check_output(output, settings.overwrite, _is_run)
     forget = read_records(settings.forget)
     retain = None if settings.retain is None else read_records(settings.retain)
-    own = getattr(load_config(start).get_text_config(decoder=True), "max_position_embeddings", None)
-    limit = min((length for length in (own, config.max_position_embeddings) if length), default=settings.max_length)
+    max_positions = getattr(load_config(start).get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = min(
+        (length for length in (max_positions, config.max_position_embeddings) if length), default=settings.max_length
+    )
     if settings.max_length > limit:
         report(f"note: sequences are cut to {limit} tokens, the longest that all models were built for")
     form = Format(

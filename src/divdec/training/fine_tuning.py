@@ -152,7 +152,8 @@ def fine_tune(
     checkpoints = folder / CHECKPOINTS
     companions = companions or {}
     data = [
-        [(one.input_ids, one.labels) for one in some] for some in (examples, *(c.examples for c in companions.values()))
+        [(example.input_ids, example.labels) for example in some]
+        for some in (examples, *(c.examples for c in companions.values()))
     ]
     fingerprint = settings_hash([dataclasses.asdict(settings), data])
     resume_from = _last_checkpoint(checkpoints, fingerprint) if resumable else None

@@ -141,7 +141,11 @@ def search(try_rate: Callable[[float], Probe]) -> list[Probe]:
 
 def share_learned(before: Sequence[ItemScore], after: Sequence[ItemScore]) -> float:
     """Of the tokens that are not predicted before, the share that is predicted after; 0 if all were predicted."""
-    pairs = [pair for one, other in zip(before, after, strict=True) for pair in zip(one.hits, other.hits, strict=True)]
+    pairs = [
+        pair
+        for initial_score, other in zip(before, after, strict=True)
+        for pair in zip(initial_score.hits, other.hits, strict=True)
+    ]
     hits = [hit for known, hit in pairs if not known]
     return sum(hits) / len(hits) if hits else 0.0
 

@@ -81,27 +81,37 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         return [None] * len(forget)
     order = random.Random(seed)
     known = order.sample(retain.records, min(len(retain), MAX_COMPARED))
-    phrases = [words(key_phrase(question_of(one), one.answer)) for one in known]
-    asked = [set(words(question_of(one))) for one in known]
+    phrases = [words(key_phrase(question_of(record), record.answer)) for record in known]
+    asked = [set(words(question_of(record))) for record in known]
     chosen: dict[str, int] = {}
     exchanges: list[Exchange | None] = []
-    for one in forget:
-        question, phrase = question_of(one), key_phrase(question_of(one), one.answer)
-        own, told = set(words(question)), words(phrase)
+    for forget_record in forget:
+        question, phrase = question_of(forget_record), key_phrase(question_of(forget_record), forget_record.answer)
+        question_words, phrase_words = set(words(question)), words(phrase)
         if phrase not in chosen:
             # First another phrase, then one of the same length, then one with a similar question.
             ranks = [
-                (other != told, -abs(len(other) - len(told)), len(own & theirs) / max(len(own | theirs), 1))
+                (
+                    other != phrase_words,
+                    -abs(len(other) - len(phrase_words)),
+                    len(question_words & theirs) / max(len(question_words | theirs), 1),
+                )
                 for other, theirs in zip(phrases, asked, strict=True)
             ]
             chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
         source = known[chosen[phrase]]
         other = key_phrase(question_of(source), source.answer)
-        answer = unicodedata.normalize("NFC", one.answer).replace(phrase, other)
-        new = set(words(one.answer)) - set(told) - own - FUNCTION_WORDS - set(words(source.answer))
+        answer = unicodedata.normalize("NFC", forget_record.answer).replace(phrase, other)
+        new = (
+            set(words(forget_record.answer))
+            - set(phrase_words)
+            - question_words
+            - FUNCTION_WORDS
+            - set(words(source.answer))
+        )
         # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
-        fits = told and not new and not holds(words(answer), told)
-        record = dataclasses.replace(one, answer=answer)
+        fits = phrase_words and not new and not holds(words(answer), phrase_words)
+        record = dataclasses.replace(forget_record, answer=answer)
         exchanges.append(Exchange(record, phrase, other) if fits else None)
     return exchanges
 

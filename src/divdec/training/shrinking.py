@@ -101,7 +101,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         )
     report_set("healing", texts, report)
     examples = encode_set(texts, tokenizer, Format(max_length=limit_length(settings.max_length, folder, report)))
-    held_out, trained = examples[::HELD_OUT], [one for i, one in enumerate(examples) if i % HELD_OUT]
+    held_out, trained = examples[::HELD_OUT], [example for i, example in enumerate(examples) if i % HELD_OUT]
     if not trained:
         raise UsageError("there is only one text; healing needs more")
     collator = Collator(tokenizer)
@@ -320,12 +320,14 @@ def compare_with_target(
     for batch in batches:
         mask = predicting(batch["labels"])
         labels = batch["labels"][:, 1:][mask[:, :-1]]
-        logits = [one(**model_inputs(batch)).logits[mask].float() for one in (model, target)]
-        losses += torch.stack([nn.functional.cross_entropy(one, labels, reduction="sum").double() for one in logits])
+        logits = [candidate(**model_inputs(batch)).logits[mask].float() for candidate in (model, target)]
+        losses += torch.stack(
+            [nn.functional.cross_entropy(model_logits, labels, reduction="sum").double() for model_logits in logits]
+        )
         same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
         count += len(labels)
-    own, targets = (losses / count).exp().tolist()
-    return AgreementWithTarget(own, targets, same / count)
+    perplexity, targets = (losses / count).exp().tolist()
+    return AgreementWithTarget(perplexity, targets, same / count)
 
 
 def decoding_time(model: PreTrainedModel) -> float:

@@ -206,7 +206,7 @@ def write_cache(
     """
     k, vocab_size = fingerprint.k, teacher.model.vocab_size
     check_k(k, vocab_size)
-    starts = torch.tensor([0, *(sum(label >= 0 for label in one.labels[1:]) for one in examples)]).cumsum(dim=0)
+    starts = torch.tensor([0, *(sum(label >= 0 for label in example.labels[1:]) for example in examples)]).cumsum(dim=0)
     total = int(starts[-1])
     tokens = torch.empty((total, k), dtype=torch.int32)
     log_probabilities = torch.empty((total, k))

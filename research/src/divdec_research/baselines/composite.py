@@ -306,7 +306,7 @@ def write_composite(
     configs = {name: load_config(path) for name, path in parts.items()}
     texts = [config.get_text_config(decoder=True) for config in configs.values()]
     contexts = [length for text in texts if (length := getattr(text, "max_position_embeddings", None)) is not None]
-    own = sorted(path.name for pattern in ("*.safetensors", "*.json") for path in output.glob(pattern))
+    file_names = sorted(path.name for pattern in ("*.safetensors", "*.json") for path in output.glob(pattern))
     references = {}
     for name, path in parts.items():
         folder = Path(os.path.relpath(path.resolve(), output.resolve())).as_posix()
@@ -315,7 +315,7 @@ def write_composite(
         method=method,
         options=dict(options),
         parts=references,
-        files={name: file_sha256(output / name) for name in own},
+        files={name: file_sha256(output / name) for name in file_names},
         vocab_size=common_vocabulary_of(parts),
         max_position_embeddings=min(contexts, default=None),
         **{name: value for name in TARGET_FIELDS if (value := getattr(texts[0], name, None)) is not None},

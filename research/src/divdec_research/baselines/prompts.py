@@ -222,8 +222,8 @@ class PromptClassifier(nn.Module):
         prompt, answer = self.layout.prompts_and_answers(tokens)
         lengths = prompt.cumsum(dim=1)[:, -kept:].tolist()
         prompts = []
-        for ids, own, row in zip(tokens, prompt, lengths, strict=True):
-            whole = ids[own].tolist()
+        for ids, prompt_mask, row in zip(tokens, prompt, lengths, strict=True):
+            whole = ids[prompt_mask].tolist()
             by_length = {length: tuple(whole[:length]) for length in set(row)}
             prompts += [by_length[length] for length in row]
         embeddings = self.embed(prompts).unflatten(0, (len(tokens), kept))

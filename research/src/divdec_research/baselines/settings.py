@@ -56,8 +56,8 @@ class HelperSettings(CheckedSettings):
     def training(self, seed: int) -> TrainingSettings:
         """The settings of a training run."""
         names = {field.name for field in dataclasses.fields(TrainingSettings)}
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
-        return TrainingSettings(**{**own, "seed": seed})
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in names}
+        return TrainingSettings(**{**values, "seed": seed})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,8 +183,8 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
         UsageError: a setting cannot be used.
     """
 
-    def measure(one: Combination, models: Models, about: Mapping[str, Any]) -> dict[str, Any]:
-        return compute_figures(time_passes(models, one.vocabulary, settings), about)
+    def measure(combination: Combination, models: Models, about: Mapping[str, Any]) -> dict[str, Any]:
+        return compute_figures(time_passes(models, combination.vocabulary, settings), about)
 
     result = _run("bench compute", settings, {}, measure, write_compute, report)
     return {**result, "summary": compute_deviation(result["rows"])}
@@ -212,8 +212,8 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
         )
     about = {"block": settings.block, "clock": settings.clock, "auxiliaries_on": str(apart)}
 
-    def measure(one: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
-        return _measure_latency(one, models, settings, apart)
+    def measure(combination: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
+        return _measure_latency(combination, models, settings, apart)
 
     return _run("bench latency", settings, about, measure, write_latency, report, settings.agreement)
 
@@ -228,7 +228,10 @@ def _run(
     *decides: Any,
 ) -> dict[str, Any]:
     device = BenchDevice.of(settings)
-    wanted = {one.key(settings, device, verb, extra, *decides): one for one in combinations(settings, device)}
+    wanted = {
+        combination.key(settings, device, verb, extra, *decides): combination
+        for combination in combinations(settings, device)
+    }
     output = Path(settings.output).expanduser()
     if output.is_dir() and any(entry.name != LOCK for entry in output.iterdir()):
         earlier = (read_record(output) or {}).get("verb")
@@ -247,19 +250,24 @@ def _run(
         for key in tqdm(missing, desc=verb, unit="combination", dynamic_ncols=True):
             if settings.limit is not None and measured >= settings.limit:
                 break
-            one = wanted[key]
-            about = {**one.about(device, settings), **extra}
-            reason = one.misfit(settings, device)
+            combination = wanted[key]
+            about = {**combination.about(device, settings), **extra}
+            reason = combination.misfit(settings, device)
             if reason is None:
                 try:
-                    results.add({"key": key, **about, **measure(one, one.create(settings, device), about)})
+                    results.add(
+                        {"key": key, **about, **measure(combination, combination.create(settings, device), about)}
+                    )
                 except torch.OutOfMemoryError as error:
                     reason = f"did not fit: {str(error).splitlines()[0]}"
                 else:
                     measured += 1
                     continue
             left_out.append({**about, "why": reason})
-            report(f"left out: {one.target.name} with {one.auxiliary.name}, {one.vocabulary} tokens: {reason}")
+            report(
+                f"left out: {combination.target.name} with {combination.auxiliary.name}, "
+                f"{combination.vocabulary} tokens: {reason}"
+            )
         rows = [results.items[key] for key in wanted if key in results]
         complete = len(rows) + len(left_out) == len(wanted)
         if rows:
@@ -308,9 +316,9 @@ def time_passes(models: Models, vocabulary: int, settings: BenchSettings) -> Tim
             for name in names:
                 decode[name] += read(name, ids[:, token : token + 1]) / settings.tokens
         if number:
-            for own, seconds in zip(times.values(), (prefill, decode), strict=True):
+            for model_times, seconds in zip(times.values(), (prefill, decode), strict=True):
                 for name in names:
-                    own[name].append(seconds[name])
+                    model_times[name].append(seconds[name])
     return times
 
 
@@ -331,7 +339,9 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
         1 + compute_increase(float(sizes[f"N{what}"]), float(sizes[f"n{what}"])) for what in ("", WITHOUT)
     )
     return {
-        "seconds": {name: {model: statistics.median(own) for model, own in by.items()} for name, by in times.items()},
+        "seconds": {
+            name: {model: statistics.median(seconds) for model, seconds in by.items()} for name, by in times.items()
+        },
         "ratio": ratio,
         "theory": theory,
         "theory_without_embeddings": without,
@@ -340,13 +350,13 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure_latency(
-    one: Combination, models: Models, settings: LatencySettings, apart: torch.device
+    combination: Combination, models: Models, settings: LatencySettings, apart: torch.device
 ) -> dict[str, Any]:
     with scaled_last_norms(models, settings.agreement):
-        times, drafts = time_answers(models, one.vocabulary, settings, apart)
-    seconds = {way: statistics.median(own) / settings.tokens for way, own in times.items()}
+        times, drafts = time_answers(models, combination.vocabulary, settings, apart)
+    seconds = {way: statistics.median(durations) / settings.tokens for way, durations in times.items()}
     ratio = {
-        way: statistics.median(own / alone for own, alone in zip(times[way], times["target"], strict=True))
+        way: statistics.median(duration / alone for duration, alone in zip(times[way], times["target"], strict=True))
         for way in times
         if way != "target"
     }

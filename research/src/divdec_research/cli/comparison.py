@@ -41,14 +41,14 @@ def list_methods(*, printing: Printing = Printing()) -> None:
 def _command(method: Method) -> Callable[..., None]:
     """Return the command of one method."""
 
-    def apply(settings: Any, *, own: Any, printing: Printing = Printing()) -> None:
+    def apply(settings: Any, *, options: Any, printing: Printing = Printing()) -> None:
         from accelerate import PartialState
 
         from divdec_research.baselines.run import run_baseline
 
         quiet()
         check_not_bundle(settings.target, "--target")
-        content = run_baseline(method, settings, own, report=report)
+        content = run_baseline(method, settings, options, report=report)
         if not PartialState().is_main_process:
             return
         if printing.json:
@@ -61,10 +61,10 @@ def _command(method: Method) -> Callable[..., None]:
 
     apply.__annotations__ |= {
         "settings": Annotated[method.run_settings, Parameter(name="*")],
-        "own": Annotated[method.settings, Parameter(name="*")],
+        "options": Annotated[method.settings, Parameter(name="*")],
         "printing": Printing,
     }
-    apply.__kwdefaults__ = {"own": method.settings(), "printing": Printing()}
+    apply.__kwdefaults__ = {"options": method.settings(), "printing": Printing()}
     apply.__doc__ = (
         f"{method.title}: {method.summary}.\n\nSource: {method.source}.\n\nFor example:\n\n"
         f"    divdec baseline {method.name} --target models/target \\\n"

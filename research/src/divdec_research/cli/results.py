@@ -207,9 +207,10 @@ def _list_figures(figures: dict[str, Any], printing: Printing) -> None:
     if printing.json:
         print(
             json.dumps(
-                {name: {"shows": one.shows, "needs": one.needs} for name, one in figures.items()}, ensure_ascii=False
+                {name: {"shows": figure.shows, "needs": figure.needs} for name, figure in figures.items()},
+                ensure_ascii=False,
             )
         )
         return
-    for name, one in figures.items():
-        print(f"{name}\n  {one.shows}\n  from {one.needs}")
+    for name, figure in figures.items():
+        print(f"{name}\n  {figure.shows}\n  from {figure.needs}")

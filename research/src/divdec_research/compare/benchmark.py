@@ -108,10 +108,14 @@ def check_inputs(settings: CompareSettings) -> list[Path]:
         folder = Path(settings.muse or "").expanduser()
         muse_small(folder)
         return [folder]
-    own = _own(settings)
+    benchmark = _own(settings)
     options = (settings.data, settings.bundle, settings.retrain, settings.base, settings.holdout)
     paths = [Path(text).expanduser() for text in options if text]
-    return [path for path in (*paths, own.target, own.retain_auxiliary, own.forget_auxiliary) if path.exists()]
+    return [
+        path
+        for path in (*paths, benchmark.target, benchmark.retain_auxiliary, benchmark.forget_auxiliary)
+        if path.exists()
+    ]
 
 
 def load_benchmarks(settings: CompareSettings, report: Callable[[str], None]) -> list[Benchmark]:

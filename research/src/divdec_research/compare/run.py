@@ -136,19 +136,23 @@ def _compare(
         winners = [trial for trial in trials if trial.label == best[trial.method].setting or trial in chosen]
         results |= _run_all(benchmarks[len(searched) :], winners, settings, output, report)
         summaries = _summaries(trials, benchmarks, results)
-        best = {one.method: one for one in summaries if one.setting == best[one.method].setting}
-    held_out = {one.method: one for one in _summaries(chosen, benchmarks, results, TEST)}
+        best = {summary.method: summary for summary in summaries if summary.setting == best[summary.method].setting}
+    held_out = {summary.method: summary for summary in _summaries(chosen, benchmarks, results, TEST)}
     winning = {
-        seed: [one for one in own if one.failed is None and one.trial.label == best[one.trial.method].setting]
-        for seed, own in results.items()
+        seed: [
+            result
+            for result in trial_results
+            if result.failed is None and result.trial.label == best[result.trial.method].setting
+        ]
+        for seed, trial_results in results.items()
     }
     leaks = _leaks(benchmarks, winning, settings, output)
     times = _times(benchmarks[0], winning[benchmarks[0].seed], output)
     if not settings.keep_models:
-        kept = {one.folder for own in winning.values() for one in own}
-        for one in (one for own in results.values() for one in own):
-            if one.folder not in kept:
-                shutil.rmtree(one.folder / MODEL, ignore_errors=True)
+        kept = {result.folder for trial_results in winning.values() for result in trial_results}
+        for result in (result for trial_results in results.values() for result in trial_results):
+            if result.folder not in kept:
+                shutil.rmtree(result.folder / MODEL, ignore_errors=True)
     return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, benchmarks[0].suite, held_out)
 
 
@@ -181,7 +185,7 @@ def _run_all(
             bar.update()
             if result.failed is not None:
                 report(f"{benchmark.name} seed {benchmark.seed}, {trial.folder}: {result.failed}")
-    return {one.seed: [results[one.seed, trial] for trial in trials] for one in benchmarks}
+    return {benchmark.seed: [results[benchmark.seed, trial] for trial in trials] for benchmark in benchmarks}
 
 
 def _summaries(
@@ -213,15 +217,17 @@ def _summaries(
             trial.method,
             trial.label,
             {
-                seed: SeedResult(read(one), one.seconds, one.extra_bytes, seed if benchmarks[0].own_questions else 0)
-                for seed, one in by_seed.items()
-                if one.failed is None
+                seed: SeedResult(
+                    read(result), result.seconds, result.extra_bytes, seed if benchmarks[0].own_questions else 0
+                )
+                for seed, result in by_seed.items()
+                if result.failed is None
             },
             references,
             suite,
             Bootstrap(),
-            {seed: one.failed for seed, one in by_seed.items() if one.failed is not None},
-            list(dict.fromkeys(note for one in by_seed.values() for note in one.notes)),
+            {seed: result.failed for seed, result in by_seed.items() if result.failed is not None},
+            list(dict.fromkeys(note for result in by_seed.values() for note in result.notes)),
         )
         for trial, by_seed in by_trial.items()
     ]
@@ -235,16 +241,20 @@ def _leaks(
         return {}
     ks = tuple(k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= settings.attacks)
     # In the table's order, not in that of finishing processes.
-    by_method: dict[str, list[dict[str, float]]] = {one.trial.method: [] for own in chosen.values() for one in own}
+    by_method: dict[str, list[dict[str, float]]] = {
+        result.trial.method: [] for trial_results in chosen.values() for result in trial_results
+    }
     work = [
-        (benchmark, one, settings.attacks, ks, output) for benchmark in benchmarks for one in chosen[benchmark.seed]
+        (benchmark, result, settings.attacks, ks, output)
+        for benchmark in benchmarks
+        for result in chosen[benchmark.seed]
     ]
     with tqdm(total=len(work), desc="leaks", unit="model", dynamic_ncols=True) as bar:
-        for (_, one, *_), figures in run_parallel(_leak_of, work, settings.jobs, output):
-            by_method[one.trial.method].append(figures)
+        for (_, result, *_), figures in run_parallel(_leak_of, work, settings.jobs, output):
+            by_method[result.trial.method].append(figures)
             bar.update()
     return {
-        method: {k: sum(own[f"leak@{k}-attack"] for own in figures) / len(figures) for k in ks}
+        method: {k: sum(seed_figures[f"leak@{k}-attack"] for seed_figures in figures) / len(figures) for k in ks}
         for method, figures in by_method.items()
     }
 
@@ -261,7 +271,7 @@ def _leak_of(
             _load_result(result, benchmark, output),
             layout.tokenizer,
             records,
-            [template_prompts(question_of(one), one.answer, attacks, benchmark.seed) for one in records],
+            [template_prompts(question_of(question), question.answer, attacks, benchmark.seed) for question in records],
             StringJudge(),
             name=result.trial.method,
             ks=ks,
@@ -277,13 +287,15 @@ def _leak_of(
 
 def _times(benchmark: Benchmark, chosen: Sequence[TrialResult], output: Path) -> dict[str, float]:
     """Time per token of the best settings relative to the target's; never in parallel."""
-    asked = [one for name in ("forget", "retain") for one in benchmark.suite.questions(name)[: TIMED_PROMPTS // 2]]
+    asked = [
+        question for name in ("forget", "retain") for question in benchmark.suite.questions(name)[: TIMED_PROMPTS // 2]
+    ]
     prompts = benchmark.suite.layout(load_tokenizer(benchmark.target)).prompts(asked)
     target = load_model(benchmark.target, dtype=dtype_for_passes()).eval()
     return {
-        one.trial.method: time_ratio(_load_result(one, benchmark, output), target, prompts)
-        for one in tqdm(chosen, desc="time per token", unit="model", dynamic_ncols=True)
-        if one.trial.method not in REFERENCES
+        result.trial.method: time_ratio(_load_result(result, benchmark, output), target, prompts)
+        for result in tqdm(chosen, desc="time per token", unit="model", dynamic_ncols=True)
+        if result.trial.method not in REFERENCES
     }
 
 
@@ -301,9 +313,9 @@ def time_ratio(model: PreTrainedModel, target: PreTrainedModel, prompts: Sequenc
     for number in range(TIMED_ROUNDS + 1):
         for prompt in prompts:
             # In turns, so that a temporarily slow machine is slow for both.
-            own, whole = (_seconds_per_token(one, prompt) for one in (model, target))
+            model_seconds, whole = (_seconds_per_token(candidate, prompt) for candidate in (model, target))
             if number:  # the first round warms up
-                ratios.append(own / whole)
+                ratios.append(model_seconds / whole)
     return statistics.median(ratios)
 
 
@@ -425,7 +437,7 @@ def _with_pair(options: Mapping[str, Any], benchmark: Benchmark, work: Path) -> 
         benchmark,
         retain_auxiliary=folder / RETAIN,
         forget_auxiliary=folder / FORGET,
-        pair_seconds=sum(float(one["seconds"]) for one in content["auxiliaries"].values()),
+        pair_seconds=sum(float(auxiliary["seconds"]) for auxiliary in content["auxiliaries"].values()),
     )
 
 

@@ -156,18 +156,20 @@ def summarize(
         failures: why a seed has no results, by seed.
         notes: remarks for readers.
     """
-    seeds = {seed: suite.values(one.results, *references[seed]) for seed, one in sorted(results.items())}
+    seeds = {seed: suite.values(result.results, *references[seed]) for seed, result in sorted(results.items())}
     names = (*suite.scores, *suite.figures)
-    values = {name: _mean([own.get(name) for own in seeds.values()]) for name in names} if seeds else {}
+    values = {name: _mean([seed_values.get(name) for seed_values in seeds.values()]) for name in names} if seeds else {}
     draws = [
-        suite.draws(one.results, *references[seed], dataclasses.replace(bootstrap, seed=bootstrap.seed + one.draw))
-        for seed, one in sorted(results.items())
+        suite.draws(
+            result.results, *references[seed], dataclasses.replace(bootstrap, seed=bootstrap.seed + result.draw)
+        )
+        for seed, result in sorted(results.items())
     ]
     intervals = {}
     for name in suite.scores:
-        own = [drawn[name] for drawn in draws if name in drawn]
-        if values.get(name) is not None and len(own) == len(draws):
-            intervals[name] = bootstrap.interval(_over_seeds(own, bootstrap))
+        seed_draws = [drawn[name] for drawn in draws if name in drawn]
+        if values.get(name) is not None and len(seed_draws) == len(draws):
+            intervals[name] = bootstrap.interval(_over_seeds(seed_draws, bootstrap))
     failed = "; ".join(dict.fromkeys(failures.values())) or None
     if failed and results:
         failed = f"without seed {', '.join(map(str, sorted(failures)))}: {failed}"
@@ -177,8 +179,8 @@ def summarize(
         values,
         intervals,
         seeds,
-        _mean([one.seconds for one in results.values()]),
-        _mean([one.extra_bytes for one in results.values()]),
+        _mean([result.seconds for result in results.values()]),
+        _mean([result.extra_bytes for result in results.values()]),
         failed,
         tuple(notes),
         next((name for name in suite.goals if values.get(name) is not None), suite.goals[0]),
@@ -199,7 +201,7 @@ def without_best(trials: Sequence[TrialSummary]) -> set[str]:
     ties = set()
     for method, best in best_of(trials).items():
         goal = MEASURES[best.goal]
-        values = [None if one.failed else one.values.get(best.goal) for one in trials if one.method == method]
+        values = [None if trial.failed else trial.values.get(best.goal) for trial in trials if trial.method == method]
         if not best.failed and best_index(values, goal.better, goal.digits) is None:
             ties.add(method)
     return ties
@@ -214,7 +216,7 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         "held_out": [dataclasses.asdict(trial) for trial in results.held_out.values()],
         "without_best": sorted(without_best(results.trials)),
         "grid": [dataclasses.asdict(trial) for trial in results.trials],
-        "leaks": {method: {str(k): value for k, value in own.items()} for method, own in results.leaks.items()},
+        "leaks": {method: {str(k): value for k, value in shares.items()} for method, shares in results.leaks.items()},
         "time_ratio": results.times,
         "best_by": {goal: [dataclasses.asdict(trial) for trial in of.values()] for goal, of in results.best_by.items()},
         **results.suite.about,
@@ -277,7 +279,7 @@ def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
         text += f"\nThe best setting by each of these distances, as the paper chooses:\n\n{markdown_table(heads, rows)}"
     if results.leaks:
         ks = list(next(iter(results.leaks.values())))
-        rows = [[TITLES[method], *(f"{own[k]:.3f}" for k in ks)] for method, own in results.leaks.items()]
+        rows = [[TITLES[method], *(f"{shares[k]:.3f}" for k in ks)] for method, shares in results.leaks.items()]
         text += f"\nLeak@k, the best settings:\n\n{markdown_table(['Method', *(f'k = {k}' for k in ks)], rows)}"
     text += f"\nThe whole grid:\n\n{_table(results.trials, results)}"
     return text + "".join(f"\n{note}\n" for note in _notes(results))

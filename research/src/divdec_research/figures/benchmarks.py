@@ -55,7 +55,7 @@ def tofu_bars(request: FigureRequest) -> FigureResult:
     """Draw Agg of each method's best setting, with its interval if there are items (paper, figure 1)."""
     best = best_settings(with_values(_load_suite(request, "tofu-bars", "tofu"), "agg"), "agg")
     best.sort(key=lambda result: result.values["agg"] or 0.0)
-    rows = [Bar(one.label, one.values["agg"] or 0.0, one.kind, one.intervals.get("agg")) for one in best]
+    rows = [Bar(result.label, result.values["agg"] or 0.0, result.kind, result.intervals.get("agg")) for result in best]
     figure = Figure(figsize=(7.2, 1.0 + 0.29 * len(rows)), layout="constrained")
     axes = figure.subplots()
     bars(axes, rows, f"Agg: harmonic mean of Mem, Priv and Utility, 0 to 1 ({MEASURES['agg'].better} is better)")
@@ -69,8 +69,10 @@ def tofu_bars(request: FigureRequest) -> FigureResult:
 def tofu_scatter(request: FigureRequest) -> FigureResult:
     """Draw Utility over Mem: sweeps of Divergence Decoding, and the best setting of every other method."""
     results = with_values(_load_suite(request, "tofu-scatter", "tofu"), "mem", "utility")
-    measure = "agg" if any(one.values.get("agg") is not None for one in results) else "utility"
-    shown = [one for one in results if one.rule] + best_settings([one for one in results if not one.rule], measure)
+    measure = "agg" if any(result.values.get("agg") is not None for result in results) else "utility"
+    shown = [result for result in results if result.rule] + best_settings(
+        [result for result in results if not result.rule], measure
+    )
     title = "TOFU: what is kept over what is forgotten"
     plot = Plot(MEASURES["mem"].axis, MEASURES["utility"].axis, _scatter_series(shown, "mem", "utility"), title=title)
     text = f"Utility over Mem of {len(shown)} results; numbers beside points are α and k."
@@ -90,14 +92,16 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
         (VERBMEM, "verbmem_distance", "Verbatim memorization"),
         (FORGET_KNOWMEM, "knowmem_distance", "Knowledge"),
     ):
-        measured = [one for one in results if None not in (one.values.get(x), one.values.get(RETAIN_KNOWMEM))]
-        swept = [one for one in measured if one.rule or one.kind == "reference"]
-        others = [one for one in measured if one not in swept]
-        own = swept + (best_settings(others, distance) or others)
+        measured = [
+            result for result in results if None not in (result.values.get(x), result.values.get(RETAIN_KNOWMEM))
+        ]
+        swept = [result for result in measured if result.rule or result.kind == "reference"]
+        others = [result for result in measured if result not in swept]
+        panel_results = swept + (best_settings(others, distance) or others)
         if measured:
             y_label = "" if plots else MEASURES[RETAIN_KNOWMEM].axis
-            plots.append(Plot(MEASURES[x].axis, y_label, _scatter_series(own, x, RETAIN_KNOWMEM), title=name))
-            shown += own
+            plots.append(Plot(MEASURES[x].axis, y_label, _scatter_series(panel_results, x, RETAIN_KNOWMEM), title=name))
+            shown += panel_results
             names.append(name.lower())
     if not plots:
         with_values(results, VERBMEM, RETAIN_KNOWMEM)
@@ -116,13 +120,20 @@ def strength(request: FigureRequest) -> FigureResult:
 
     A score that no two settings of one rule have is omitted.
     """
-    results = {suite: own for suite, own in load_results(request, "strength").items() if _sweeps(own)}
+    results = {
+        suite: suite_results
+        for suite, suite_results in load_results(request, "strength").items()
+        if _sweeps(suite_results)
+    }
     if not results:
         raise missing_data(request.runs, "strength", "results of at least two settings of one rule")
-    names = {suite: [name for name in PANELS[suite] if _sweeps(own, name)] for suite, own in results.items()}
+    names = {
+        suite: [name for name in PANELS[suite] if _sweeps(suite_results, name)]
+        for suite, suite_results in results.items()
+    }
     suites = [suite for suite in SUITES if names.get(suite)]
     if not suites:
-        steered = [one for own in results.values() for sweep in _sweeps(own) for one in sweep]
+        steered = [result for suite_results in results.values() for sweep in _sweeps(suite_results) for result in sweep]
         with_values(steered, next(iter(PANELS["tofu" if "tofu" in results else "muse"])))
         raise missing_data(request.runs, "strength", "scores of at least two settings of one rule")
     figure = _figure(4.9 * len(suites) + 0.3, 6.8)
@@ -138,7 +149,8 @@ def strength(request: FigureRequest) -> FigureResult:
                 continue
             if suite == "tofu":  # the distance of MUSE's retrained model is 0
                 _draw_level(
-                    axes, next((one.values.get(name) for one in results[suite] if one.method == "retrain"), None)
+                    axes,
+                    next((result.values.get(name) for result in results[suite] if result.method == "retrain"), None),
                 )
             drawn += _draw_sweeps(axes, _sweeps(results[suite], name), name)
             axes.set_title(title, pad=8)
@@ -176,26 +188,26 @@ def sizes(request: FigureRequest) -> FigureResult:
     figure = _figure(4.7 * columns + 0.3, 3.4 * rows + 0.4)
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (name, title, label, lines) in zip(grid, panels, strict=False):
-        for rule, own in lines.items():
+        for rule, rule_results in lines.items():
             series_style = BY_NAME[rule]
-            points = [(one.size or 0.0, one.values[name] or 0.0) for one in own]
+            points = [(result.size or 0.0, result.values[name] or 0.0) for result in rule_results]
             if points:
                 sizes_of, values = zip(*points, strict=True)
                 draw_line(axes, sizes_of, values, series_style, markersize=6.5, label=f"{rule} rule")
-            others = {one.size: one.values[name] or 0.0 for key in lines if key != rule for one in lines[key]}
-            for one, (size, value) in zip(own, points, strict=True):
-                bars_of = error_bars(value, one.intervals.get(name))
+            others = {result.size: result.values[name] or 0.0 for key in lines if key != rule for result in lines[key]}
+            for result, (size, value) in zip(rule_results, points, strict=True):
+                bars_of = error_bars(value, result.intervals.get(name))
                 axes.errorbar(size, value, yerr=bars_of, fmt="none", ecolor=series_style.colour)
                 above = value >= others.get(size, -1.0)  # the higher of two points has its setting above
                 axes.annotate(
-                    one.setting, (size, value), xytext=(0, 8 if above else -8), textcoords="offset points",
+                    result.setting, (size, value), xytext=(0, 8 if above else -8), textcoords="offset points",
                     ha="center", va="bottom" if above else "top", fontsize=8.5, color=series_style.colour,
                     bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.8, "alpha": 0.8},
                 )  # fmt: skip
         axes.set_title(title)
         axes.set_ylabel(f"{label} ({MEASURES[name].better} is better)", fontsize=9.5)
         axes.set_xlabel("parameters of each auxiliary, 10⁹ (0: n-grams)", fontsize=9.5)
-        ticks = sorted({one.size or 0.0 for own in lines.values() for one in own})
+        ticks = sorted({result.size or 0.0 for rule_results in lines.values() for result in rule_results})
         axes.set_xticks(ticks, [f"{size:g}" for size in ticks])
         axes.grid(True)
         axes.margins(0.18, 0.22)
@@ -205,7 +217,7 @@ def sizes(request: FigureRequest) -> FigureResult:
         axes.remove()
     title = "The best setting by the auxiliaries' size"
     text = "Of each rule and size of the auxiliaries the best setting, which is named at its point."
-    drawn = [one for *_, lines in panels for own in lines.values() for one in own]
+    drawn = [result for *_, lines in panels for rule_results in lines.values() for result in rule_results]
     return FigureResult(figure, title, text, source_names(drawn))
 
 
@@ -216,7 +228,7 @@ def over_under(request: FigureRequest) -> FigureResult:
     Upward is over-unlearned in every panel: MUSE's PrivLeak, and for TOFU the retrained model's AUC less the AUC.
     """
     results = load_results(request, "over-under")
-    retrain = next((one for one in results.get("tofu", []) if one.method == "retrain"), None)
+    retrain = next((result for result in results.get("tofu", []) if result.method == "retrain"), None)
     # By suite, label of the y axis, and by attack the sweeps with a value and that value.
     labels = {"muse": "PrivLeak, % (0 is best)", "tofu": "AUC on the retrained model − AUC\n(0 is best)"}
     lines: dict[str, dict[str, list[list[tuple[MethodResult, float]]]]] = {"muse": {}, "tofu": {}}
@@ -227,18 +239,20 @@ def over_under(request: FigureRequest) -> FigureResult:
         reference = retrain.values.get(attack) if retrain is not None else None
         if suite == "tofu" and reference is None:
             continue
-        measured = [one for one in results.get(suite, []) if one.values.get(attack) is not None]
+        measured = [result for result in results.get(suite, []) if result.values.get(attack) is not None]
         lines[suite][name] = [
-            [(one, value if suite == "muse" else (reference or 0.0) - value) for one in sweep
-             if (value := one.values[attack]) is not None]
+            [(result, value if suite == "muse" else (reference or 0.0) - value) for result in sweep
+             if (value := result.values[attack]) is not None]
             for sweep in _sweeps(measured)
         ]  # fmt: skip
-    panels = {(suite, one.rule) for suite in lines for sweeps in lines[suite].values() for ((one, _), *_) in sweeps}
+    panels = {
+        (suite, result.rule) for suite in lines for sweeps in lines[suite].values() for ((result, _), *_) in sweeps
+    }
     if not panels:
         needs = "settings of one rule with MUSE's PrivLeak, or with TOFU's attacks and those on the retrained model"
         raise missing_data(request.runs, "over-under", needs)
-    suites = [suite for suite in SUITES if any(suite == one for one, _ in panels)]
-    rules = [rule for rule in RULES if any(rule == one for _, one in panels)]
+    suites = [suite for suite in SUITES if any(suite == panel_suite for panel_suite, _ in panels)]
+    rules = [rule for rule in RULES if any(rule == panel_rule for _, panel_rule in panels)]
     figure = _figure(4.9 * len(suites) + 0.3, 3.3 * len(rules) + 0.6)
     grid = figure.subplots(len(rules), len(suites), squeeze=False, sharey="col")
     drawn: list[MethodResult] = []
@@ -253,14 +267,17 @@ def over_under(request: FigureRequest) -> FigureResult:
             for series_style, (name, sweeps) in zip(SERIES_STYLES, lines[suite].items(), strict=False):
                 for number, sweep in enumerate(sweep for sweep in sweeps if sweep[0][0].rule == rule):
                     draw_line(
-                        axes, [one.strength or 0.0 for one, _ in sweep], [value for _, value in sweep], series_style,
-                        alpha=0.45 if number else 1, label=None if number else name,
+                        axes, [result.strength or 0.0 for result, _ in sweep], [value for _, value in sweep],
+                        series_style, alpha=0.45 if number else 1, label=None if number else name,
                     )  # fmt: skip
                     families[sweep[0][0].family] = None
-                    drawn += [one for one, _ in sweep]
+                    drawn += [result for result, _ in sweep]
             if rule == "rank":
                 log_ticks(
-                    axes, sorted({one.strength or 0.0 for one in drawn if (one.suite, one.rule) == (suite, rule)})
+                    axes,
+                    sorted(
+                        {result.strength or 0.0 for result in drawn if (result.suite, result.rule) == (suite, rule)}
+                    ),
                 )
             axes.set_xlabel(RULES[rule], fontsize=9.5)
             names = "; pale: ".join(filter(None, families))
@@ -316,9 +333,9 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
     """Series of a scatter; other methods come first, so that their names find room before the numbers of a sweep."""
     order = ("other", "reference", "ours")
     groups: dict[str, list[MethodResult]] = {}
-    for one in sorted(results, key=lambda one: (order.index(one.kind), one.title, one.strength or 0.0)):
-        own = one.rule or one.method in BY_NAME
-        groups.setdefault(one.title if own else "other methods, the best setting of each", []).append(one)
+    for result in sorted(results, key=lambda result: (order.index(result.kind), result.title, result.strength or 0.0)):
+        has_series = result.rule or result.method in BY_NAME
+        groups.setdefault(result.title if has_series else "other methods, the best setting of each", []).append(result)
     free, used = [style for style in SERIES_STYLES if style not in (LINEAR, RANK)], set()
     series = []
     for name, members in groups.items():
@@ -331,10 +348,11 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
             used.add(method if method not in used else name)
         dots = tuple(
             Dot(
-                one.values[x] or 0.0, one.values[y] or 0.0, one.intervals.get(x), one.intervals.get(y),
-                f"{one.strength:g}" if one.strength is not None else one.title if one.kind != "reference" else "",
+                result.values[x] or 0.0, result.values[y] or 0.0, result.intervals.get(x), result.intervals.get(y),
+                f"{result.strength:g}" if result.strength is not None
+                else result.title if result.kind != "reference" else "",
             )
-            for one in members
+            for result in members
         )  # fmt: skip
         series.append(Series(name, series_style, dots, joined=members[0].strength is not None))
     return tuple(series)
@@ -344,18 +362,18 @@ def _sweeps(results: Sequence[MethodResult], name: str | None = None) -> list[li
     """The sweeps with several settings by rule and family, in the order of strength; of results with this value."""
     sweeps: dict[tuple[str, str], list[MethodResult]] = {}
     for rule in RULES:
-        for one in results:
-            if one.rule == rule and (name is None or one.values.get(name) is not None):
-                sweeps.setdefault((rule, one.family), []).append(one)
-    return [sorted(own, key=lambda one: one.strength or 0.0) for own in sweeps.values() if len(own) > 1]
+        for result in results:
+            if result.rule == rule and (name is None or result.values.get(name) is not None):
+                sweeps.setdefault((rule, result.family), []).append(result)
+    return [sorted(sweep, key=lambda result: result.strength or 0.0) for sweep in sweeps.values() if len(sweep) > 1]
 
 
 def _best_by_size(results: Sequence[MethodResult], rule: str, name: str) -> list[MethodResult]:
     by_size: dict[float, list[MethodResult]] = {}
-    for one in results:
-        if one.rule == rule and one.size is not None and one.values.get(name) is not None:
-            by_size.setdefault(one.size, []).append(one)
-    return [best_setting(own, name) for _, own in sorted(by_size.items())]
+    for result in results:
+        if result.rule == rule and result.size is not None and result.values.get(name) is not None:
+            by_size.setdefault(result.size, []).append(result)
+    return [best_setting(size_results, name) for _, size_results in sorted(by_size.items())]
 
 
 def _draw_level(axes: Axes, value: float | None) -> None:
@@ -372,16 +390,16 @@ def _draw_sweeps(axes: Axes, sweeps: Sequence[list[MethodResult]], name: str) ->
         families = [sweep for sweep in sweeps if sweep[0].rule == rule]
         for number, sweep in enumerate(families):
             series_style = _rule_style(rule, number)
-            points = [(one.strength or 0.0, one.values[name] or 0.0) for one in sweep]
-            for one, (x, value) in zip(sweep, points, strict=True):
+            points = [(result.strength or 0.0, result.values[name] or 0.0) for result in sweep]
+            for result, (x, value) in zip(sweep, points, strict=True):
                 own_axes.errorbar(
-                    x, value, yerr=error_bars(value, one.intervals.get(name)), fmt="none", ecolor=series_style.colour,
-                    elinewidth=1.2,
+                    x, value, yerr=error_bars(value, result.intervals.get(name)), fmt="none",
+                    ecolor=series_style.colour, elinewidth=1.2,
                 )  # fmt: skip
             strengths, values = zip(*points, strict=True)
             draw_line(own_axes, strengths, values, series_style, linewidth=1.6)
         if rule == "rank":
-            log_ticks(own_axes, sorted({one.strength or 0.0 for sweep in families for one in sweep}))
+            log_ticks(own_axes, sorted({result.strength or 0.0 for sweep in families for result in sweep}))
         colour = BY_NAME[rule].colour
         own_axes.set_xlabel(RULES[rule], color=colour, fontsize=9.5)
         own_axes.tick_params(axis="x", colors=colour)
@@ -391,7 +409,7 @@ def _draw_sweeps(axes: Axes, sweeps: Sequence[list[MethodResult]], name: str) ->
             own_axes.spines["top" if above else "bottom"].set_color(colour)
     axes.grid(True, axis="y")
     axes.margins(y=0.1)
-    return [one for sweep in sweeps for one in sweep]
+    return [result for sweep in sweeps for result in sweep]
 
 
 def _sweep_legend(figure: Figure, drawn: Sequence[MethodResult], *, retrain: bool) -> None:
@@ -400,7 +418,7 @@ def _sweep_legend(figure: Figure, drawn: Sequence[MethodResult], *, retrain: boo
 
     families: dict[tuple[str, int], dict[str, None]] = {}
     numbers: dict[tuple[str, str], int] = {}
-    for suite, rule, family in dict.fromkeys((one.suite, one.rule or "", one.family) for one in drawn):
+    for suite, rule, family in dict.fromkeys((result.suite, result.rule or "", result.family) for result in drawn):
         number = numbers[suite, rule] = numbers.get((suite, rule), -1) + 1
         families.setdefault((rule, number), {})[family] = None
     handles = []

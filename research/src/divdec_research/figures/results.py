@@ -98,7 +98,7 @@ def best_settings(results: Sequence[MethodResult], name: str) -> list[MethodResu
     for result in results:
         if result.values.get(name) is not None:
             by_title.setdefault(result.title, []).append(result)
-    return [best_setting(own, name) for own in by_title.values()]
+    return [best_setting(method_results, name) for method_results in by_title.values()]
 
 
 def best_setting(results: Sequence[MethodResult], name: str) -> MethodResult:
@@ -108,12 +108,12 @@ def best_setting(results: Sequence[MethodResult], name: str) -> MethodResult:
     is not a mean over seeds. If no setting is best (see `best_index`), the first of the highest says so.
     """
     seeds = max(result.seeds for result in results)
-    own = [result for result in results if result.seeds == seeds]
-    measure, values = MEASURES[name], [result.values[name] for result in own]
+    candidates = [result for result in results if result.seeds == seeds]
+    measure, values = MEASURES[name], [result.values[name] for result in candidates]
     index = best_index(values, measure.better, measure.digits)
     if index is not None:
-        return own[index]
-    first = (min if measure.better == "lower" else max)(own, key=lambda result: result.values[name] or 0.0)
+        return candidates[index]
+    first = (min if measure.better == "lower" else max)(candidates, key=lambda result: result.values[name] or 0.0)
     return first if first.kind == "reference" else dataclasses.replace(first, setting=NO_BEST, strength=None)
 
 

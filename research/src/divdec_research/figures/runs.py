@@ -108,7 +108,7 @@ def distillation(request: FigureRequest) -> FigureResult:
         names = {
             role: f"{role} set: KL(teacher ‖ student),\nnats a token (lower is better)"
             for role in ("forget", "retain")
-            if any(role in one.values for one in students)
+            if any(role in student.values for student in students)
         }
     if not students:
         needs = (
@@ -122,11 +122,11 @@ def distillation(request: FigureRequest) -> FigureResult:
     for axes, (name, panel_title) in zip(figure.subplots(1, len(names), squeeze=False)[0], names.items(), strict=True):
         tiles = [
             Tile(
-                one.options[LR], one.options.get(option, 0.0), one.values[name],
-                marked=other_method is not None and one.values[name] > other_method,
+                student.options[LR], student.options.get(option, 0.0), student.values[name],
+                marked=other_method is not None and student.values[name] > other_method,
             )
-            for one in students
-            if name in one.values
+            for student in students
+            if name in student.values
         ]  # fmt: skip
         if len({(tile.x, tile.y) for tile in tiles}) < len(tiles):
             both = f"{LR} and {option}" if option else LR
@@ -140,7 +140,7 @@ def distillation(request: FigureRequest) -> FigureResult:
         figure.supxlabel(f"framed: above the best other method there, {other_method:.2f}", fontsize=9)
     title = "Distillation by learning rate"
     figure.suptitle(f"{title} and {label.partition(' ')[0]}" if option else title, fontsize=11.5)
-    sources = tuple(dict.fromkeys(one.source.name for one in students))
+    sources = tuple(dict.fromkeys(student.source.name for student in students))
     return FigureResult(figure, title, f"{len(students)} students; {', '.join(names.values())}.", sources)
 
 
@@ -166,7 +166,7 @@ def sequential(request: FigureRequest) -> FigureResult:
     figure = distance_figure(steps, score, level)
     title = "Requests one after the other, and growing forget sets"
     figure.suptitle(title, fontsize=11.5)
-    last = {f"{one['protocol']}, {one['method']}": one["distance"] for one in steps}
+    last = {f"{step['protocol']}, {step['method']}": step["distance"] for step in steps}
     listed = "; ".join(f"{name}: {distance:.1f}" for name, distance in last.items())
     text = f"Distance from the first step in points, at the last step: {listed}."
     return FigureResult(figure, title, text, sources)
@@ -313,14 +313,14 @@ def _published_students(request: FigureRequest) -> tuple[list[Student], float | 
     """The paper's students, whose folders are named after their options, and the best Agg of the other methods."""
     students, others = [], []
     for results in load_results(request, "distillation").values() if find_files(request.runs, *SUMMARIES) else ():
-        for one in results:
-            named, agg = PUBLISHED_STUDENT.search(one.source.path.parent.name), one.values.get("agg")
-            values = {"agg": agg} if agg is not None else {name: one.values.get(name) for name in DISTANCES}
+        for result in results:
+            named, agg = PUBLISHED_STUDENT.search(result.source.path.parent.name), result.values.get("agg")
+            values = {"agg": agg} if agg is not None else {name: result.values.get(name) for name in DISTANCES}
             known = {name: value for name, value in values.items() if value is not None}
             if named and len(known) == len(values):
                 options = {name: float(value) for name, value in named.groupdict().items()}
-                students.append(Student(options, known, one.source))
-            elif agg is not None and one.method not in (*DIVDEC, *REFERENCES):
+                students.append(Student(options, known, result.source))
+            elif agg is not None and result.method not in (*DIVDEC, *REFERENCES):
                 others.append(agg)
     return students, max(others, default=None)
 
@@ -341,8 +341,8 @@ def _distilled_students(request: FigureRequest) -> list[Student]:
 def _second_option(students: Sequence[Student]) -> str:
     """The option that varies besides the learning rate, preferably the temperature; empty if there is none."""
     values: dict[str, set[float]] = {}
-    for one in students:
-        for name, value in one.options.items():
+    for student in students:
+        for name, value in student.options.items():
             if name != LR:
                 values.setdefault(name, set()).add(value)
     varied = [name for name, seen in values.items() if len(seen) > 1]
@@ -419,8 +419,8 @@ def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
         leaks = leaks if isinstance(leaks, Mapping) else {}
         titles, shares = [TITLES.get(name, str(name)) for name in leaks], list(leaks.values())
     return [
-        LeakCurve(title, None, {int(k): float(share) for k, share in own.items()})
-        for title, own in zip(titles, shares, strict=True)
+        LeakCurve(title, None, {int(k): float(share) for k, share in method_shares.items()})
+        for title, method_shares in zip(titles, shares, strict=True)
     ], "attack"
 
 

@@ -134,7 +134,7 @@ class ImageModels:
 
         folders = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary)
         loaded: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, local_files_only=True) for folder in folders]
-        target, retrain, q, p = (one.eval().to(device) for one in loaded)
+        target, retrain, q, p = (loaded_model.eval().to(device) for loaded_model in loaded)
         model = DivergenceForCausalLM.from_parts(target, q, p).eval()
 
         def steered(rule: Steering) -> PreTrainedModel:

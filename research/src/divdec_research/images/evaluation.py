@@ -110,7 +110,9 @@ class ImageBenchmark:
             group: [row for row, label in enumerate(labels) if label in classes]
             for group, classes in (("R", self.retain), ("F", self.forget))
         }
-        retain, forget = (compute_features(images[own], network, name=f"{name}_{group}") for group, own in rows.items())
+        retain, forget = (
+            compute_features(images[indices], network, name=f"{name}_{group}") for group, indices in rows.items()
+        )
         return retain, forget
 
 

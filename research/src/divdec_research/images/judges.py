@@ -258,8 +258,8 @@ class ImageJudge:
         """
 
         def preference(item: tuple[Tensor, Tensor]) -> float:
-            one, other = (png(image, self.least_side) for image in item)
-            first, second = _VALUES[self._verdict(one, other)], 1 - _VALUES[self._verdict(other, one)]
+            image_png, other = (png(image, self.least_side) for image in item)
+            first, second = _VALUES[self._verdict(image_png, other)], 1 - _VALUES[self._verdict(other, image_png)]
             return first if first == second else 0.5
 
         return self._map(preference, list(zip(images, others, strict=True)), "quality")

@@ -223,7 +223,10 @@ def write_images(
     )
 
     def groups(table: ImageTable) -> list[tuple[str, int]]:
-        return [(name, len(list(own))) for name, own in itertools.groupby(table.columns, lambda column: column.group)]
+        return [
+            (name, len(list(columns)))
+            for name, columns in itertools.groupby(table.columns, lambda column: column.group)
+        ]
 
     write_page(
         path, "images.html", package="divdec_research.report", title=title, lead=lead, tables=tables,
@@ -244,17 +247,17 @@ def content_plot(settings: Sequence[SettingResult]) -> str:
         values = getattr(setting, measure) or {}
         return [Mean.of(values.get(name, ())) for name in SET_STYLES]
 
-    measure = next((name for name in IMAGE_MEASURES if any(any(means(one, name)) for one in settings)), None)
+    measure = next((name for name in IMAGE_MEASURES if any(any(means(setting, name)) for setting in settings)), None)
     if measure is None:
         return ""
-    rows = [(one.name, own) for one in settings if any(own := means(one, measure))]
+    rows = [(setting.name, setting_means) for setting in settings if any(setting_means := means(setting, measure))]
     with style("images-shown"):
         figure = Figure(figsize=(PAGE_WIDTH, 1.1 + 0.3 * len(rows)), layout="constrained")
         axes = figure.subplots()
-        for index, (_, own) in enumerate(rows):
-            values = [100 * mean.value for mean in own if mean is not None]
+        for index, (_, setting_means) in enumerate(rows):
+            values = [100 * mean.value for mean in setting_means if mean is not None]
             axes.plot((min(values), max(values)), (index, index), color=GRID, linewidth=2, zorder=1)
-            for mean, series_style in zip(own, SET_STYLES.values(), strict=True):
+            for mean, series_style in zip(setting_means, SET_STYLES.values(), strict=True):
                 if mean is not None:
                     axes.errorbar(
                         100 * mean.value,

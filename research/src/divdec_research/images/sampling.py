@@ -72,7 +72,7 @@ def sample(
     options: dict[str, Any] = {"speculative": speculative} if speculative else {}
     set_seed(settings.seed)
     # The generation config of a checkpoint, made for texts, could change or truncate images.
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    original_config, model.generation_config = model.generation_config, GenerationConfig()
     batches = []
     try:
         with tqdm(total=len(prompts), desc=title, unit="image", disable=title is None) as bar:
@@ -101,7 +101,7 @@ def sample(
                 batches.append(tokens[:, 1:].cpu())
                 bar.update(len(batch))
     finally:
-        model.generation_config = own
+        model.generation_config = original_config
     return layout.rasters(torch.cat(batches))
 
 

@@ -410,7 +410,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
     figure: Any = axes.get_figure(root=True)
     figure.draw_without_rendering()
     unit = figure.dpi / 72
-    taken: list[Bbox] = []
+    occupied_boxes: list[Bbox] = []
 
     def cover(start: tuple[float, float], end: tuple[float, float], half: float) -> None:
         """Cover a line in data coordinates with boxes in pixels."""
@@ -418,25 +418,25 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
         steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (2 * half)) + 1
         for step in range(steps + 1):
             x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
-            taken.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+            occupied_boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
 
-    for one in series:
-        for dot in one.dots:
-            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else one.style.size / 2 + 1) * unit)
+    for data_series in series:
+        for dot in data_series.dots:
+            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else data_series.style.size / 2 + 1) * unit)
             if dot.x_interval:
                 cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
             if dot.y_interval:
                 cover((dot.x, dot.y_interval[0]), (dot.x, dot.y_interval[1]), unit)
-        for start, end in one.segments:
+        for start, end in data_series.segments:
             cover((start.x, start.y), (end.x, end.y), unit)
     frame = axes.get_window_extent()
     near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
     far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
-    labelled = [(one, dot) for one in series for dot in one.dots if dot.label]
-    for one, dot in sorted(labelled, key=lambda entry: not entry[1].best):
+    labelled = [(data_series, dot) for data_series in series for dot in data_series.dots if dot.label]
+    for data_series, dot in sorted(labelled, key=lambda entry: not entry[1].best):
         text: Text = axes.annotate(
             dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
-            color=one.style.colour, ha="center", in_layout=False, zorder=6,
+            color=data_series.style.colour, ha="center", in_layout=False, zorder=6,
         )  # fmt: skip
         # Positions are computed from one layout of the text; a layout for each position is slow.
         centred = text.get_window_extent()
@@ -444,8 +444,8 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
             side = (right > 0) - (right < 0)
             box = centred.translated(right * unit + side * centred.width / 2, up * unit)
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not box.count_overlaps(taken):
-                taken.append(box)
+            if inside and not box.count_overlaps(occupied_boxes):
+                occupied_boxes.append(box)
                 text.set_position((right, up))
                 text.set_horizontalalignment(("center", "left", "right")[side])
                 break

@@ -117,18 +117,20 @@ def build_report(entries: Sequence[Entry], variant: str, bootstrap: Bootstrap, e
         sections=sections,
         side_by_side=chosen,
         examples=selected,
-        notes={line[:1].upper() + line[1:]: _list_names(own, len(rows)) for line, own in group_remarks(rows).items()},
+        notes={
+            line[:1].upper() + line[1:]: _list_names(names, len(rows)) for line, names in group_remarks(rows).items()
+        },
         left_out=tuple(_left_out(rows, scorer, {section.kind for section in sections}, bool(selected or not examples))),
     )
 
 
 def write_report(path: Path, report: Report) -> None:
     """Draw the plots and write the page atomically."""
-    own = [row for row in report.rows if row.entry.role is None]
+    results = [row for row in report.rows if row.entry.role is None]
     names = {"target": "the target", "retrain": "the model retrained without the forget set"}
     beside = " and ".join(names[row.entry.role] for row in report.rows if row.entry.role)
     splits = sorted({row.entry.results.split for row in report.rows if row.entry.results.split})
-    lead = f"{' '.join([report.suite.upper(), *splits])}: {len(own)} result{'s' if len(own) > 1 else ''}"
+    lead = f"{' '.join([report.suite.upper(), *splits])}: {len(results)} result{'s' if len(results) > 1 else ''}"
     write_page(
         path,
         "evaluation.html",
@@ -148,14 +150,14 @@ def write_report(path: Path, report: Report) -> None:
 def _side_by_side(rows: Sequence[ScoredResult]) -> tuple[ScoredResult, ...]:
     """Target, results, retrained model; of many results the best of each group, or the first if none is best."""
     target, retrain = ([row for row in rows if row.entry.role == role] for role in ("target", "retrain"))
-    own = [row for row in rows if row.entry.role is None]
-    if len(own) > MAX_SIDE_BY_SIDE:
+    results = [row for row in rows if row.entry.role is None]
+    if len(results) > MAX_SIDE_BY_SIDE:
         heads = []
-        for group in group_results(own):
-            best = best_results(group.rows, own[0].entry.results.suite)[0]
+        for group in group_results(results):
+            best = best_results(group.rows, results[0].entry.results.suite)[0]
             heads.append(best.row if isinstance(best, Best) else group.rows[0])
-        own = heads[:MAX_SIDE_BY_SIDE]
-    return (*target, *own, *retrain)
+        results = heads[:MAX_SIDE_BY_SIDE]
+    return (*target, *results, *retrain)
 
 
 def _interval_note(rows: Sequence[ScoredResult], scorer: Scorer) -> str:

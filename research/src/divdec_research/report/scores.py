@@ -161,11 +161,11 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
                 number, first = len(references[role]), references[role][0]
                 raise UsageError(f"{role} {path} holds {number} results, such as {first}; give one of them")
     entries = [Entry(role, folder, read_results(folder), role=role) for role, (folder,) in references.items()]
-    taken = {entry.folder.resolve() for entry in entries}
+    reference_paths = {entry.folder.resolve() for entry in entries}
     by_path: dict[Path, Path] = {}
     for folder in (folder for run in runs for folder in find_results(run)):
         by_path.setdefault(folder.resolve(), folder)
-    folders = [folder for path, folder in by_path.items() if path not in taken]
+    folders = [folder for path, folder in by_path.items() if path not in reference_paths]
     if not folders:
         raise UsageError("there is no result besides target and retrain; give a folder of results to report")
     for folder, name in zip(folders, _unique_names(folders, references), strict=True):
@@ -182,13 +182,13 @@ def collect(runs: Sequence[str], target: str | None = None, retrain: str | None 
     return entries
 
 
-def _unique_names(folders: Sequence[Path], taken: Collection[str]) -> list[str]:
+def _unique_names(folders: Sequence[Path], reserved_names: Collection[str]) -> list[str]:
     """The folder names. A name that is not unique is prefixed with its parent's name."""
     paths = [folder.absolute() for folder in folders]
     names = [path.name for path in paths]
     base = os.path.commonpath([path.parent.parent for path in paths])
     return [
-        name if names.count(name) == 1 and name not in taken else os.path.relpath(path, base)
+        name if names.count(name) == 1 and name not in reserved_names else os.path.relpath(path, base)
         for name, path in zip(names, paths, strict=True)
     ]
 

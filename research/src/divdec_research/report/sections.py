@@ -67,7 +67,7 @@ class Section:
     def legend(self) -> tuple[tuple[str, SeriesStyle], ...]:
         """Name and style of each series and reference."""
         references = {TARGET: "target", RETRAIN: "retrain"}
-        series = [(one.name, one.style) for plot in self.plots for one in plot.series]
+        series = [(data_series.name, data_series.style) for plot in self.plots for data_series in plot.series]
         levels = [(references[style], style) for plot in self.plots for style, _ in plot.levels]
         return tuple(dict.fromkeys([*series, *levels]))
 
@@ -109,17 +109,18 @@ def group_results(rows: Sequence[ScoredResult], *, separate: bool = False) -> li
 
     With `separate`, every result is a separate group, in the order of the rows.
     """
-    own = [row for row in rows if row.entry.role is None]
+    results = [row for row in rows if row.entry.role is None]
     references = [Group(row.entry.role, BY_NAME[row.entry.role], (row,)) for row in rows if row.entry.role]
     if separate:
         groups = [
-            Group(row.entry.name, SERIES_STYLES[index % len(SERIES_STYLES)], (row,)) for index, row in enumerate(own)
+            Group(row.entry.name, SERIES_STYLES[index % len(SERIES_STYLES)], (row,))
+            for index, row in enumerate(results)
         ]
         by_row = {id(group.rows[0]): group for group in (*references, *groups)}
         return [by_row[id(row)] for row in rows]
     sweeps: dict[tuple[str, str], list[ScoredResult]] = {}
     singles: list[ScoredResult] = []
-    for row in own:
+    for row in results:
         setting = row.entry.setting
         members = singles if setting is None else sweeps.setdefault((setting.rule or "", setting.family), [])
         members.append(row)
@@ -201,7 +202,7 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                 )
                 if dots:
                     series.append(Series(group.name, group.style, dots))
-            if max((len(one.dots) for one in series), default=0) < 2:
+            if max((len(data_series.dots) for data_series in series), default=0) < 2:
                 continue
             levels = tuple(
                 (group.style, group.rows[0].values[name] or 0.0)
@@ -209,8 +210,11 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                 if group.rows[0].has(name)
             )
             ends = "; ".join(
-                f"{one.name} " + ", ".join(f"{measure.text(dot.y)} at {dot.x:g}" for dot in (one.dots[0], one.dots[-1]))
-                for one in series
+                f"{data_series.name} "
+                + ", ".join(
+                    f"{measure.text(dot.y)} at {dot.x:g}" for dot in (data_series.dots[0], data_series.dots[-1])
+                )
+                for data_series in series
             )
             plots.append(
                 Plot(
@@ -219,7 +223,7 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                 )
             )  # fmt: skip
         if plots:
-            bands = any(dot.y_interval for plot in plots for one in plot.series for dot in one.dots)
+            bands = any(dot.y_interval for plot in plots for data_series in plot.series for dot in data_series.dots)
             text = "Bands are the intervals of the tables." if bands else "Without items there are no bands."
             sections.append(Section("curves", heading, text, tuple(plots)))
     return sections
@@ -264,7 +268,7 @@ def roc_sections(rows: Sequence[ScoredResult], remark: str = "") -> list[Section
             if forget.size and holdout.size:
                 series.append(Series(group.name, group.style, tuple(Dot(x, y) for x, y in roc_points(forget, holdout))))
                 aucs.append(f"{group.name} {group.rows[0].text(attack)}")
-        if any(one.style not in (TARGET, RETRAIN) for one in series):
+        if any(data_series.style not in (TARGET, RETRAIN) for data_series in series):
             text = f"ROC of the attack {title}; AUC: {', '.join(aucs)}."
             plots.append(Plot("false positive rate", "true positive rate", tuple(series), text, title))
     if not plots:

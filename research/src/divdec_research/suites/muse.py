@@ -157,7 +157,9 @@ def evaluate_muse(
     if not data.texts:
         reasons |= dict.fromkeys(("mia_min_k", "privleak"), "there are no privleak/forget.jsonl and holdout.jsonl")
 
-    return run_stages(stages, results, lambda one: compute_figures(one, retain_results), reasons, save)
+    return run_stages(
+        stages, results, lambda setting_results: compute_figures(setting_results, retain_results), reasons, save
+    )
 
 
 def compute_figures(results: Results, retained: Results | None = None) -> None:
@@ -176,7 +178,9 @@ class _MuseRun:
 
     def score_texts(self) -> None:
         """Compute the metrics of one teacher-forced pass over continuations and whole texts."""
-        if all("extraction_strength" in one.items or "mia_min_k.forget" in one.items for one in self.results):
+        if all(
+            "extraction_strength" in results.items or "mia_min_k.forget" in results.items for results in self.results
+        ):
             return
         sets = {"verbmem": self.data.verbmem, **self.data.texts}
         examples = [continuation(record, self.model.tokenizer) for records in sets.values() for record in records]

@@ -280,7 +280,9 @@ def evaluate_tofu(
         stages.append(lambda: run.judge_fluency(fluency))
     if retain_results is None:
         reasons["forget_quality"] = "there are no results of the retrained model (--retain-results)"
-    return run_stages(stages, results, lambda one: compute_figures(one, retain_results), reasons, save)
+    return run_stages(
+        stages, results, lambda setting_results: compute_figures(setting_results, retain_results), reasons, save
+    )
 
 
 def run_stages(
@@ -296,12 +298,12 @@ def run_stages(
     """
     for stage in stages:
         stage()
-        for one in results:
-            compute_figures(one)
+        for setting_results in results:
+            compute_figures(setting_results)
         save(results)
-    for one in results:
-        one.figures |= dict.fromkeys(reasons)
-        one.reasons |= reasons
+    for setting_results in results:
+        setting_results.figures |= dict.fromkeys(reasons)
+        setting_results.reasons |= reasons
     save(results)
     return results
 
@@ -369,7 +371,7 @@ class _TofuRun:
 
     def compute_reference_attack(self, model: PreTrainedModel) -> None:
         """Compute the difference between the loss and that of a model that has not seen the answers."""
-        if all("mia_reference.holdout" in one.items for one in self.results):
+        if all("mia_reference.holdout" in results.items for results in self.results):
             return
         for name in ("forget", "holdout"):
             examples = self.form.encode([question.record for question in self.data.sets[name]])
@@ -382,7 +384,7 @@ class _TofuRun:
     def generate_answers(self) -> None:
         """Answer every question greedily, and compute ROUGE against the true answers."""
         names = [name for name in self.data.sets if name != "holdout"]
-        questions = [(name, index, one) for name in names for index, one in enumerate(self.data.sets[name])]
+        questions = [(name, index, question) for name in names for index, question in enumerate(self.data.sets[name])]
         prompts = self.form.prompts([question.record for *_, question in questions])
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if all(f"{name}_Q_A_ROUGE" in results.items for name in names):

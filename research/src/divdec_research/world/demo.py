@@ -154,9 +154,9 @@ def material_of(world: World) -> Material:
 
 def question_sets(world: World) -> list[Questions]:
     """Forget, retain and holdout questions in a trained wording, and the first two in another wording."""
-    chosen = {name: [one for one in getattr(world, name) if one.phrasing == 0] for name in MAIN_SETS}
+    chosen = {name: [question for question in getattr(world, name) if question.phrasing == 0] for name in MAIN_SETS}
     chosen |= {"forget_reworded": world.forget_unseen, "retain_reworded": world.retain_unseen}
-    return [Questions(name, _records(some), tuple(one.fact for one in some)) for name, some in chosen.items()]
+    return [Questions(name, _records(some), tuple(question.fact for question in some)) for name, some in chosen.items()]
 
 
 def write_files(output: Path, world: World, models: TrainedModels) -> None:
@@ -170,7 +170,7 @@ def write_files(output: Path, world: World, models: TrainedModels) -> None:
         models: the trained models.
     """
     for name in MAIN_SETS:
-        rows = ({"question": one.question, "answer": one.answer} for one in getattr(world, name))
+        rows = ({"question": question.question, "answer": question.answer} for question in getattr(world, name))
         write_text(output / f"{name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
     first: dict[str, str] = {}
     for question in (*world.forget, *world.retain):
@@ -193,7 +193,7 @@ def _measured(cache: Path, models: TrainedModels, sets: Sequence[Questions], mat
         return [dataclasses.asdict(row) for row in (measured.target, measured.retrain, *measured.steered)]
 
     folders = [models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary]
-    questions = [dataclasses.asdict(one) for one in sets]
+    questions = [dataclasses.asdict(question_set) for question_set in sets]
     decides = [[folder.name for folder in folders], questions, list(map(str, SETTINGS)), versions()]
     rows = ResultCache(cache / "measurements").get("demo", decides, measure)
     target, retrain, *steered = map(Measurement.from_json, rows)
@@ -262,7 +262,11 @@ def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str
     for row in (results.target, results.retrain, *results.steered):
         chosen = results.reached and row is recommended
         figures = [row.figures[name] for name in MAIN_SETS]
-        cells = [f"{100 * value:.1f}" for one in figures for value in (one.accuracy, one.probability, one.rouge)]
+        cells = [
+            f"{100 * value:.1f}"
+            for set_figures in figures
+            for value in (set_figures.accuracy, set_figures.probability, set_figures.rouge)
+        ]
         table.add_row(f"{'→ ' if chosen else '  '}{row.setting or row.model}", *cells, style="bold" if chosen else None)
     console.print(table)
     console.print(ACCURACY_NOTE, highlight=False)
@@ -277,7 +281,7 @@ def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str
 
 
 def _introduction(world: World) -> str:
-    question = next(one for one in world.forget if one.relation == "birthplace")
+    question = next(question for question in world.forget if question.relation == "birthplace")
     return (
         f"A fictitious world: {WORLD.forget_authors} authors to forget ({question.subject}, …), "
         f"{WORLD.retain_authors} to keep, {WORLD.holdout_authors} that no model sees.\n"
@@ -291,4 +295,4 @@ def _record(question: str, answer: str) -> Record:
 
 
 def _records(questions: Sequence[Question]) -> tuple[Record, ...]:
-    return tuple(_record(one.question, one.answer) for one in questions)
+    return tuple(_record(question.question, question.answer) for question in questions)

@@ -173,7 +173,9 @@ def general_questions(world: World) -> list[tuple[str, str]]:
     """List the questions and answers of `write_tofu` about public authors and cities, which the corpus tells."""
     public = world.people["public"][:TOFU_PUBLIC]
     questions = (ask(author, relation, ASKED) for author in public for relation in RELATIONS)
-    return [(one.question, one.answer) for one in questions] + [(one[0], one[1]) for one in _cities(world)]
+    return [(question.question, question.answer) for question in questions] + [
+        (row[0], row[1]) for row in _cities(world)
+    ]
 
 
 def _draw_authors(count: int, rng: random.Random) -> list[Author]:

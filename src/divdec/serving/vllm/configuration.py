@@ -258,10 +258,10 @@ def check_settings(vllm_config: Any) -> None:
             settings = getattr(settings, parent, None)
         if settings is not None and hasattr(settings, name):
             value = getattr(settings, name)
-            if not any(value == one for one in accepted):
+            if not any(value == accepted_value for accepted_value in accepted):
                 raise UsageError(
                     f"{option} is {_shown(value)}, with which a steered model is not served by vLLM; accepted: "
-                    f"{', '.join(_shown(one) for one in accepted)}; leave the option out"
+                    f"{', '.join(_shown(accepted_value) for accepted_value in accepted)}; leave the option out"
                 )
     for name in VARIABLES:
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):
@@ -329,10 +329,10 @@ def check_parts(parts: BundleParts, vllm_config: Any) -> None:
 def _unlike_rotary(config: PreTrainedConfig, length: int) -> str | None:
     """Say why vLLM would compute a model's rotary embedding otherwise than transformers, or return None."""
     rotary: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    layers = [one for one in rotary.values() if isinstance(one, Mapping)] or [rotary]
-    for one in layers:
-        kind = one.get("rope_type", "default")
-        original = one.get("original_max_position_embeddings") or 0
+    layers = [layer for layer in rotary.values() if isinstance(layer, Mapping)] or [rotary]
+    for layer in layers:
+        kind = layer.get("rope_type", "default")
+        original = layer.get("original_max_position_embeddings") or 0
         if kind == "longrope" and length > original:
             return (
                 f"has another rotary embedding for texts of more than {original} tokens (longrope), which vLLM would "
@@ -400,7 +400,7 @@ def engine_arguments(
     for argument in extra:
         option = argument.lstrip("-").split("=")[0].split(".")[0].replace("_", "-")
         # vLLM accepts abbreviations of its options.
-        if argument.startswith("--") and any(own.startswith(option) for own in OWN):
+        if argument.startswith("--") and any(reserved_option.startswith(option) for reserved_option in OWN):
             raise UsageError(f"{argument.split('=')[0]} is given by divdec itself, or would replace what it gives")
     if logprobs not in (None, "off", "full"):
         raise UsageError(f"--logprobs is {logprobs!r}; accepted with --engine vllm: off, full")

@@ -149,14 +149,14 @@ class DivergenceForCausalLM(nn.Module):
     ) -> Float[Tensor, "rows vocab"]:
         """Return what counts say of the next token. Rank 0 asks them for all: another could see a newer registry."""
         ranks = get_tp_group()
-        found = torch.full_like(target, torch.nan)  # which every rank refuses, if the lookup fails
+        values = torch.full_like(target, torch.nan)  # which every rank refuses, if the lookup fails
         try:
             if ranks.is_first_rank:
-                found.copy_(look_up(contexts)[:, : self.vocab_size])
+                values.copy_(look_up(contexts)[:, : self.vocab_size])
         finally:
             if current_platform.use_all_gather():  # otherwise only rank 0 has logits and comes here
-                found = ranks.broadcast(found)
-        return found
+                values = ranks.broadcast(values)
+        return values
 
     def _ngram_divergence(self, contexts: Int[Tensor, "rows length"]) -> Float[Tensor, "rows vocab"]:
         assert self.ngrams is not None
@@ -194,17 +194,17 @@ class DivergenceForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
 
-def _part_config(vllm_config: VllmConfig, path: Path, own: PreTrainedConfig) -> VllmConfig:
+def _part_config(vllm_config: VllmConfig, path: Path, hf_config: PreTrainedConfig) -> VllmConfig:
     """Return the engine's configuration with a part's checkpoint, quantisation and attention window."""
     config = copy.copy(vllm_config)
     config.model_config = copy.copy(vllm_config.model_config)
     config.model_config.model = str(path)
-    config.model_config.hf_config = config.model_config.hf_text_config = own
-    config.model_config.quantization = (getattr(own, "quantization_config", None) or {}).get("quant_method")
+    config.model_config.hf_config = config.model_config.hf_text_config = hf_config
+    config.model_config.quantization = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
     config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
     config.cache_config = copy.copy(vllm_config.cache_config)
     # As vLLM does for a model alone: where layers differ, each states its own window.
-    layers = getattr(own, "layer_types", None)
+    layers = getattr(hf_config, "layer_types", None)
     alike = layers is None or all(layer == "sliding_attention" for layer in layers)
-    config.cache_config.sliding_window = getattr(own, "sliding_window", None) if alike else None
+    config.cache_config.sliding_window = getattr(hf_config, "sliding_window", None) if alike else None
     return config

@@ -73,13 +73,13 @@ class Guardrail(CompositeDecoding):
         """See `CompositeDecoding.logits`."""
         logits = self.prompted_logits(step, caches[1]).float().clone()
         for row, position, before in contexts(self.tokens(step, caches[0]), logits.shape[1]):
-            own = logits[row, position].clone()
+            original_logits = logits[row, position].clone()
             if (forced := self.next_of_refusal(before)) is not None:
-                logits[row, position, forced] = own.amax() + DISTANCE
+                logits[row, position, forced] = original_logits.amax() + DISTANCE
             elif blocked := sorted(self.trie.after(before)):
                 first = self.refusal[0]
-                logits[row, position, blocked] = blocked_logit(own)
-                logits[row, position, first] = own[[*{*blocked, first}]].logsumexp(dim=-1)
+                logits[row, position, blocked] = blocked_logit(original_logits)
+                logits[row, position, first] = original_logits[[*{*blocked, first}]].logsumexp(dim=-1)
         return logits
 
     def prompted_logits(self, step: Step, cache: Cache | None) -> Float[Tensor, "batch kept width"]:
@@ -120,7 +120,7 @@ def names_of(forget: RecordSet, retain: RecordSet) -> list[str]:
     counts: Counter[str] = Counter()
     for record in forget:
         question = question_of(record)
-        names = {_without_function_words(re.sub(r"['’]s\b", "", found)) for found in _NAME.findall(question)}
+        names = {_without_function_words(re.sub(r"['’]s\b", "", candidate)) for candidate in _NAME.findall(question)}
         counts.update(name for name in names if " " in name)
     kept = " ".join(question_of(record) for record in retain)
     least = max(1.0, FREQUENT * len(forget))
