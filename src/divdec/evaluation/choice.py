@@ -335,14 +335,7 @@ def ask(
 
 
 def noise_margins(noise: Sequence[float]) -> list[float]:
-    """Return margins at the noise and above it, so that the rule does little on neutral text.
-
-    Args:
-        noise: the result of `noise_of`.
-
-    Returns:
-        Multiples of the largest quantile in nats, from `MIN_MARGIN` to the largest margin that a rule accepts.
-    """
+    """Return margins at the largest quantile of the noise and above it, in nats; rules with these leave neutral text."""
     margins = (round(min(max(MIN_MARGIN, factor * noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
     return list(dict.fromkeys(margins))
 

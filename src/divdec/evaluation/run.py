@@ -10,13 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from divdec.checkpoint import (
-    CheckpointReference,
-    check_weights,
-    dtype_for_passes,
-    load_model,
-    load_tokenizer,
-)
+from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, number_of_processes, on_main
 from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results

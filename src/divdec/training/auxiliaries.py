@@ -757,10 +757,7 @@ class _PairTrainer:
 
 
 def _write_card(
-    folder: Path,
-    settings: AuxiliarySettings,
-    sets: Mapping[str, str],
-    separation: dict[str, Any] | None,
+    folder: Path, settings: AuxiliarySettings, sets: Mapping[str, str], separation: dict[str, Any] | None
 ) -> None:
     """Write an auxiliary's model card, and add the separation to its training.json."""
     result = read_json(folder / RESULT)

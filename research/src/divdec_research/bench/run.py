@@ -183,8 +183,8 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
         UsageError: a setting cannot be used.
     """
 
-    def measure(combination: Combination, models: Models, about: Mapping[str, Any]) -> dict[str, Any]:
-        return compute_figures(time_passes(models, combination.vocabulary, settings), about)
+    def measure(case: Combination, models: Models, about: Mapping[str, Any]) -> dict[str, Any]:
+        return compute_figures(time_passes(models, case.vocabulary, settings), about)
 
     result = _run("bench compute", settings, {}, measure, write_compute, report)
     return {**result, "summary": compute_deviation(result["rows"])}
@@ -212,8 +212,8 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
         )
     about = {"block": settings.block, "clock": settings.clock, "auxiliaries_on": str(apart)}
 
-    def measure(combination: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
-        return _measure_latency(combination, models, settings, apart)
+    def measure(case: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
+        return _measure_latency(case, models, settings, apart)
 
     return _run("bench latency", settings, about, measure, write_latency, report, settings.agreement)
 
@@ -228,10 +228,7 @@ def _run(
     *decides: Any,
 ) -> dict[str, Any]:
     device = BenchDevice.of(settings)
-    wanted = {
-        combination.key(settings, device, verb, extra, *decides): combination
-        for combination in combinations(settings, device)
-    }
+    wanted = {case.key(settings, device, verb, extra, *decides): case for case in combinations(settings, device)}
     output = Path(settings.output).expanduser()
     if output.is_dir() and any(entry.name != LOCK for entry in output.iterdir()):
         earlier = (read_record(output) or {}).get("verb")
@@ -250,24 +247,19 @@ def _run(
         for key in tqdm(missing, desc=verb, unit="combination", dynamic_ncols=True):
             if settings.limit is not None and measured >= settings.limit:
                 break
-            combination = wanted[key]
-            about = {**combination.about(device, settings), **extra}
-            reason = combination.misfit(settings, device)
+            case = wanted[key]
+            about = {**case.about(device, settings), **extra}
+            reason = case.misfit(settings, device)
             if reason is None:
                 try:
-                    results.add(
-                        {"key": key, **about, **measure(combination, combination.create(settings, device), about)}
-                    )
+                    results.add({"key": key, **about, **measure(case, case.create(settings, device), about)})
                 except torch.OutOfMemoryError as error:
                     reason = f"did not fit: {str(error).splitlines()[0]}"
                 else:
                     measured += 1
                     continue
             left_out.append({**about, "why": reason})
-            report(
-                f"left out: {combination.target.name} with {combination.auxiliary.name}, "
-                f"{combination.vocabulary} tokens: {reason}"
-            )
+            report(f"left out: {case.target.name} with {case.auxiliary.name}, {case.vocabulary} tokens: {reason}")
         rows = [results.items[key] for key in wanted if key in results]
         complete = len(rows) + len(left_out) == len(wanted)
         if rows:
@@ -350,21 +342,17 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure_latency(
-    combination: Combination, models: Models, settings: LatencySettings, apart: torch.device
+    case: Combination, models: Models, settings: LatencySettings, apart: torch.device
 ) -> dict[str, Any]:
     with scaled_last_norms(models, settings.agreement):
-        times, drafts = time_answers(models, combination.vocabulary, settings, apart)
+        times, drafts = time_answers(models, case.vocabulary, settings, apart)
     seconds = {way: statistics.median(durations) / settings.tokens for way, durations in times.items()}
     ratio = {
         way: statistics.median(duration / alone for duration, alone in zip(times[way], times["target"], strict=True))
         for way in times
         if way != "target"
     }
-    return {
-        "acceptance": drafts.acceptance_rate,
-        "seconds_per_token": seconds,
-        "ratio": ratio,
-    }
+    return {"acceptance": drafts.acceptance_rate, "seconds_per_token": seconds, "ratio": ratio}
 
 
 @torch.inference_mode()

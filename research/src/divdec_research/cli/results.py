@@ -117,9 +117,7 @@ def report(
         raise UsageError(f"--examples is {examples}; accepted: 0 or more")
     file = Path(output).expanduser()
     check_output_file(
-        file,
-        overwriting.overwrite,
-        lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace"),
+        file, overwriting.overwrite, lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace")
     )
     bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
     content = build_report(collect(results, target, retrain), scoring.variant, bootstrap, examples)

@@ -141,16 +141,16 @@ def _compare(
     winning = {
         seed: [
             result
-            for result in trial_results
+            for result in runs
             if result.failed is None and result.trial.label == best[result.trial.method].setting
         ]
-        for seed, trial_results in results.items()
+        for seed, runs in results.items()
     }
     leaks = _leaks(benchmarks, winning, settings, output)
     times = _times(benchmarks[0], winning[benchmarks[0].seed], output)
     if not settings.keep_models:
-        kept = {result.folder for trial_results in winning.values() for result in trial_results}
-        for result in (result for trial_results in results.values() for result in trial_results):
+        kept = {result.folder for runs in winning.values() for result in runs}
+        for result in (result for runs in results.values() for result in runs):
             if result.folder not in kept:
                 shutil.rmtree(result.folder / MODEL, ignore_errors=True)
     return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, benchmarks[0].suite, held_out)
@@ -242,7 +242,7 @@ def _leaks(
     ks = tuple(k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= settings.attacks)
     # In the table's order, not in that of finishing processes.
     by_method: dict[str, list[dict[str, float]]] = {
-        result.trial.method: [] for trial_results in chosen.values() for result in trial_results
+        result.trial.method: [] for runs in chosen.values() for result in runs
     }
     work = [
         (benchmark, result, settings.attacks, ks, output)

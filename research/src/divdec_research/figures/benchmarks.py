@@ -120,20 +120,13 @@ def strength(request: FigureRequest) -> FigureResult:
 
     A score that no two settings of one rule have is omitted.
     """
-    results = {
-        suite: suite_results
-        for suite, suite_results in load_results(request, "strength").items()
-        if _sweeps(suite_results)
-    }
+    results = {suite: rows for suite, rows in load_results(request, "strength").items() if _sweeps(rows)}
     if not results:
         raise missing_data(request.runs, "strength", "results of at least two settings of one rule")
-    names = {
-        suite: [name for name in PANELS[suite] if _sweeps(suite_results, name)]
-        for suite, suite_results in results.items()
-    }
+    names = {suite: [name for name in PANELS[suite] if _sweeps(rows, name)] for suite, rows in results.items()}
     suites = [suite for suite in SUITES if names.get(suite)]
     if not suites:
-        steered = [result for suite_results in results.values() for sweep in _sweeps(suite_results) for result in sweep]
+        steered = [result for rows in results.values() for sweep in _sweeps(rows) for result in sweep]
         with_values(steered, next(iter(PANELS["tofu" if "tofu" in results else "muse"])))
         raise missing_data(request.runs, "strength", "scores of at least two settings of one rule")
     figure = _figure(4.9 * len(suites) + 0.3, 6.8)
@@ -188,14 +181,14 @@ def sizes(request: FigureRequest) -> FigureResult:
     figure = _figure(4.7 * columns + 0.3, 3.4 * rows + 0.4)
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (name, title, label, lines) in zip(grid, panels, strict=False):
-        for rule, rule_results in lines.items():
+        for rule, points_of_rule in lines.items():
             series_style = BY_NAME[rule]
-            points = [(result.size or 0.0, result.values[name] or 0.0) for result in rule_results]
+            points = [(result.size or 0.0, result.values[name] or 0.0) for result in points_of_rule]
             if points:
                 sizes_of, values = zip(*points, strict=True)
                 draw_line(axes, sizes_of, values, series_style, markersize=6.5, label=f"{rule} rule")
             others = {result.size: result.values[name] or 0.0 for key in lines if key != rule for result in lines[key]}
-            for result, (size, value) in zip(rule_results, points, strict=True):
+            for result, (size, value) in zip(points_of_rule, points, strict=True):
                 bars_of = error_bars(value, result.intervals.get(name))
                 axes.errorbar(size, value, yerr=bars_of, fmt="none", ecolor=series_style.colour)
                 above = value >= others.get(size, -1.0)  # the higher of two points has its setting above
@@ -207,7 +200,7 @@ def sizes(request: FigureRequest) -> FigureResult:
         axes.set_title(title)
         axes.set_ylabel(f"{label} ({MEASURES[name].better} is better)", fontsize=9.5)
         axes.set_xlabel("parameters of each auxiliary, 10⁹ (0: n-grams)", fontsize=9.5)
-        ticks = sorted({result.size or 0.0 for rule_results in lines.values() for result in rule_results})
+        ticks = sorted({result.size or 0.0 for points_of_rule in lines.values() for result in points_of_rule})
         axes.set_xticks(ticks, [f"{size:g}" for size in ticks])
         axes.grid(True)
         axes.margins(0.18, 0.22)
@@ -217,7 +210,7 @@ def sizes(request: FigureRequest) -> FigureResult:
         axes.remove()
     title = "The best setting by the auxiliaries' size"
     text = "Of each rule and size of the auxiliaries the best setting, which is named at its point."
-    drawn = [result for *_, lines in panels for rule_results in lines.values() for result in rule_results]
+    drawn = [result for *_, lines in panels for points_of_rule in lines.values() for result in points_of_rule]
     return FigureResult(figure, title, text, source_names(drawn))
 
 

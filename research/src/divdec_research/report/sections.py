@@ -67,7 +67,7 @@ class Section:
     def legend(self) -> tuple[tuple[str, SeriesStyle], ...]:
         """Name and style of each series and reference."""
         references = {TARGET: "target", RETRAIN: "retrain"}
-        series = [(data_series.name, data_series.style) for plot in self.plots for data_series in plot.series]
+        series = [(line.name, line.style) for plot in self.plots for line in plot.series]
         levels = [(references[style], style) for plot in self.plots for style, _ in plot.levels]
         return tuple(dict.fromkeys([*series, *levels]))
 
@@ -202,7 +202,7 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                 )
                 if dots:
                     series.append(Series(group.name, group.style, dots))
-            if max((len(data_series.dots) for data_series in series), default=0) < 2:
+            if max((len(line.dots) for line in series), default=0) < 2:
                 continue
             levels = tuple(
                 (group.style, group.rows[0].values[name] or 0.0)
@@ -210,11 +210,9 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                 if group.rows[0].has(name)
             )
             ends = "; ".join(
-                f"{data_series.name} "
-                + ", ".join(
-                    f"{measure.text(dot.y)} at {dot.x:g}" for dot in (data_series.dots[0], data_series.dots[-1])
-                )
-                for data_series in series
+                f"{line.name} "
+                + ", ".join(f"{measure.text(dot.y)} at {dot.x:g}" for dot in (line.dots[0], line.dots[-1]))
+                for line in series
             )
             plots.append(
                 Plot(
@@ -223,7 +221,7 @@ def curve_sections(rows: Sequence[ScoredResult], suite: str) -> list[Section]:
                 )
             )  # fmt: skip
         if plots:
-            bands = any(dot.y_interval for plot in plots for data_series in plot.series for dot in data_series.dots)
+            bands = any(dot.y_interval for plot in plots for line in plot.series for dot in line.dots)
             text = "Bands are the intervals of the tables." if bands else "Without items there are no bands."
             sections.append(Section("curves", heading, text, tuple(plots)))
     return sections
@@ -268,7 +266,7 @@ def roc_sections(rows: Sequence[ScoredResult], remark: str = "") -> list[Section
             if forget.size and holdout.size:
                 series.append(Series(group.name, group.style, tuple(Dot(x, y) for x, y in roc_points(forget, holdout))))
                 aucs.append(f"{group.name} {group.rows[0].text(attack)}")
-        if any(data_series.style not in (TARGET, RETRAIN) for data_series in series):
+        if any(line.style not in (TARGET, RETRAIN) for line in series):
             text = f"ROC of the attack {title}; AUC: {', '.join(aucs)}."
             plots.append(Plot("false positive rate", "true positive rate", tuple(series), text, title))
     if not plots:
