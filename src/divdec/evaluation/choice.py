@@ -335,7 +335,7 @@ def ask(
 
 
 def noise_margins(noise: Sequence[float]) -> list[float]:
-    """Return margins at the largest quantile of the noise and above it, in nats; rules with these leave neutral text."""
+    """Return margins at the largest quantile of the noise and above it, in nats, that leave neutral text alone."""
     margins = (round(min(max(MIN_MARGIN, factor * noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
     return list(dict.fromkeys(margins))
 
