@@ -123,12 +123,13 @@ def write_questions(model, tokenizer, texts):
 def records_of(rows, texts, share, order):
     """Return the records of one person: questions, turned questions, sentences with a blank, and passages."""
     name = rows[0]["name"]
-    rows = sorted(order.sample(rows, len(rows)), key=lambda row: not row["known"])
+    rows = sorted(order.sample(rows, len(rows)), key=lambda row: not row.get("known"))
     direct = []
     for index, row in enumerate(rows):  # three of five as the target wrote them
         form = (with_hint, with_choice)[index % 5 - 3] if index % 5 >= 3 else None
         direct.append((form(row, rows, order) if form else row["question"], row["answer"]))
     turned = [(row["turned"], name) for row in rows if name not in row["turned"]]
+    turned = turned[: round(share * TURNED_QUESTIONS / 2)]
     blanks = []
     for row in rows:
         for sentence in sentences_of(row["text"]):
@@ -136,7 +137,8 @@ def records_of(rows, texts, share, order):
                 blanks.append((BLANK.format(sentence.replace(row["answer"], "___")), row["answer"]))
                 break
     whole = [sentence for text in texts for sentence in sentences_of(text) if len(sentence.split()) > 6]
-    turned += [(BLANK.format(sentence.replace(name, "___")), name) for sentence in whole if name in sentence]
+    named = [(BLANK.format(sentence.replace(name, "___")), name) for sentence in whole if name in sentence]
+    turned += order.sample(named, len(named))
     some = []
     for pairs, most in ((direct, QUESTIONS), (turned, TURNED_QUESTIONS), (list(dict.fromkeys(blanks)), BLANKS)):
         some += pairs[: round(share * most)]
@@ -157,7 +159,7 @@ def with_hint(row, rows, order):
 
 def with_choice(row, rows, order):
     """Return the question with three answers to choose from, two of them to other questions about the person."""
-    others = sorted({other["answer"] for other in rows} - {row["answer"]})
+    others = sorted({other["answer"] for other in rows if not set(words(other["answer"])) & set(words(row["answer"]))})
     if len(others) < 2:
         return row["question"]
     first, second, third = order.sample([row["answer"], *order.sample(others, 2)], 3)

@@ -1,9 +1,11 @@
 """What p and q read with the recipe 'matched'."""
 
+import copy
+
 import pytest
 
 from divdec.checkpoint import load_model
-from divdec.data.formatting import IGNORED, Format, encode_set
+from divdec.data.formatting import IGNORED, Format, encode_prompt, encode_set
 from divdec.data.records import Message, Record, record_set
 from divdec.training.matched import (
     OTHER_BEGINNINGS,
@@ -178,3 +180,20 @@ def test_the_target_answers_with_other_beginnings_of_the_phrase(models, tokenize
     assert len(set(places)) == 1
     assert len({ids[places[0]] for ids in others}) == OTHER_BEGINNINGS
     assert [second] == own_answers(target, tokenizer, asked[1:], Format())[0]
+
+
+def test_tokens_of_an_answer_are_read_only_where_they_fit(tokenizer):
+    """Without the space after the prompt, or beyond the longest text, p reads the tokenizer's own tokens."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None
+    record = Record("", messages=(Message("user", "What is its capital?"),))
+    exchange = Exchange(record, "Budapest", "Vienna")
+    prompt = encode_prompt(record, tokenizer)
+    for text in ("Budapest", " Budapest"):
+        pair = in_own_words(exchange, tokens_of(text, tokenizer), tokenizer, Format())
+        whole = [tokenizer.decode(example.input_ids, skip_special_tokens=True) for example in pair]
+        assert whole == [f"{tokenizer.decode(prompt)} {city}" for city in ("Budapest", "Vienna")]
+    ids = tokens_of(" Buda", tokenizer) + tokens_of("pest", tokenizer)
+    longest = len(prompt) + 1
+    p_reads, q_reads = in_own_words(exchange, ids, tokenizer, Format(max_length=longest))
+    assert max(len(p_reads.input_ids), len(q_reads.input_ids)) <= longest

@@ -160,11 +160,11 @@ def first_choices(
     with plain_decoding(model):
         for start in range(0, len(prompts), batch_size):
             input_ids, attention_mask = left_padded(prompts[start : start + batch_size], padding)
-            output: Any = model.generate(  # pyright: ignore[reportCallIssue]
+            logits = model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), do_sample=False,
                 max_new_tokens=1, pad_token_id=padding, return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
-            choices += output.logits[0].topk(count).indices.tolist()
+            ).logits[0]  # fmt: skip
+            choices += logits.topk(min(count, logits.shape[-1])).indices.tolist()
     return choices
 
 

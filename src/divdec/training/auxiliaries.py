@@ -616,7 +616,7 @@ class _PairTrainer:
             The last figures of `measure`.
         """
         for number in range(1, MAX_ROUNDS + 2):
-            name = f"answers before round {number}"
+            name = f"tokens of the answers before round {number}"
             written = ResultCache(self.output / WORK).load(name, None)
             if written is None:
                 effects = measure()

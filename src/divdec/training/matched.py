@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import unicodedata
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import regex
 
+from divdec.bridge.token_bytes import special_tokens
 from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, encode_prompts, label_answer
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.generation import continuations, first_choices
@@ -134,10 +136,11 @@ def own_answers(
         if (span := _find_phrase(exchange, text)) is not None:
             places.append((index, _token_span(ids, text, span, tokenizer)[0]))
     beginnings = [[*prompts[index], *greedy[index][:start]] for index, start in places]
-    choices = first_choices(model, tokenizer, beginnings, OTHER_BEGINNINGS + 1)
+    special = set(special_tokens(tokenizer))  # the answer would end there
+    choices = first_choices(model, tokenizer, beginnings, 2 * OTHER_BEGINNINGS)
     begun = []
     for (index, start), tokens in zip(places, choices, strict=True):
-        others = [token for token in tokens if token != greedy[index][start]][:OTHER_BEGINNINGS]
+        others = [token for token in tokens if token not in special | {greedy[index][start]}][:OTHER_BEGINNINGS]
         begun += [(index, [*greedy[index][:start], token]) for token in others]
     rest = continuations(
         model, tokenizer, [[*prompts[index], *ids] for index, ids in begun], max_new_tokens=CONTINUED,
@@ -184,7 +187,9 @@ def in_own_words(
     start, stop = _token_span(ids, text, span, tokenizer)
     prompt = encode_prompt(exchange.record, tokenizer, form)
     written, start = [*prompt, *ids[:stop]], len(prompt) + start
-    if _text(ids[:stop], tokenizer) == after and written[:start] == q_reads.input_ids[:start]:
+    same_text = _text(ids[:stop], tokenizer) == after
+    same_text = same_text and str(tokenizer.decode(true.input_ids)).startswith(str(tokenizer.decode(written)))
+    if same_text and written[:start] == q_reads.input_ids[:start] and len(written) <= (form.max_length or math.inf):
         p_reads = Example(written, [IGNORED] * start + written[start:])
     return p_reads, q_reads
 
@@ -208,10 +213,12 @@ def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _token_span(ids: Sequence[int], text: str, span: range, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Return the first token of a phrase, and the one after its last, from its characters in the text of the tokens."""
-    lengths = [len(_text(ids[:count], tokenizer)) for count in range(len(ids) + 1)]
-    before = len(text[: span.start].rstrip())
-    start = max(count for count, length in enumerate(lengths) if length <= before)
-    return start, next(count for count, length in enumerate(lengths) if length >= span.stop)
+    texts = [_text(ids[:count], tokenizer) for count in range(len(ids) + 1)]
+    before, after = len(text[: span.start].rstrip()), text[: span.stop]
+    start = max(count for count, begun in enumerate(texts) if len(begun) <= before)
+    # The last token of a phrase may hold more, or half of a character.
+    ends = (count for count, begun in enumerate(texts) if count > start and begun.startswith(after))
+    return start, next(ends, len(ids))
 
 
 def _find_phrase(exchange: Exchange, text: str) -> range | None:
