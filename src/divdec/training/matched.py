@@ -187,8 +187,7 @@ def in_own_words(
     start, stop = _token_span(ids, text, span, tokenizer)
     prompt = encode_prompt(exchange.record, tokenizer, form)
     written, start = [*prompt, *ids[:stop]], len(prompt) + start
-    same_text = _text(ids[:stop], tokenizer) == after
-    same_text = same_text and str(tokenizer.decode(true.input_ids)).startswith(str(tokenizer.decode(written)))
+    same_text = str(tokenizer.decode(true.input_ids)).startswith(str(tokenizer.decode(written)))
     if same_text and written[:start] == q_reads.input_ids[:start] and len(written) <= (form.max_length or math.inf):
         p_reads = Example(written, [IGNORED] * start + written[start:])
     return p_reads, q_reads
