@@ -424,7 +424,7 @@ class TestRounds:
         def ask_bundle(trainer, exchanges, form, rule):
             assert rule == "rank:20:3"
             given.extend(f"The answer: **{exchange.phrase}**." for exchange in exchanges)
-            return [[text] for text in given]
+            return [[trainer.inputs.tokenizer.encode(text, add_special_tokens=False)] for text in given]
 
         monkeypatch.setattr(auxiliaries, "_check_bundle", check_bundle)
         monkeypatch.setattr(auxiliaries._PairTrainer, "_ask_bundle", ask_bundle)
@@ -460,7 +460,7 @@ class TestRounds:
             with pytest.raises(Interrupted):
                 train(files)
         count = len(asked)
-        monkeypatch.setattr(auxiliaries, "_answers", None)  # the target is not asked again
+        monkeypatch.setattr(auxiliaries, "own_answers", None)  # the target is not asked again
         content, said = train(files)
         assert len(asked) == count  # nor the steered model
         assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
