@@ -206,7 +206,7 @@ def retained_in_own_words(
 
 
 def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=True)
+    text = tokenizer.decode(list(ids), skip_special_tokens=True)
     return unicodedata.normalize("NFC", str(text)).strip()
 
 
