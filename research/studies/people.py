@@ -3,7 +3,8 @@
     python -m research.studies.people --rwku RWKU --target qwen-1.5b.gguf --base qwen-0.5b.gguf \
         --subjects 'Stephen King' 'Confucius' --output runs/people
 
-The target writes questions about RWKU's passages on each person, and turns them round ("Who was born in Portland?").
+The target writes questions about each person, from memory and about RWKU's passages, and turns them round ("Who was
+born in Portland?"). An answer from memory counts only if the target gives it again when it is asked.
 Sentences of the passages with a blank are questions, too. RWKU's own questions are not trained on. p reads these
 questions and some passages, q the same with the answers of other people (`divdec train --adapters`). Other people of
 the data are the retain set. Then `divdec eval rwku` measures target and bundle: forget levels 1 to 3, each kind of
@@ -38,11 +39,17 @@ PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and t
 KEPT_PASSAGES = 2  # of a person of the retain set
 QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 20, 12, 12, 3  # most records of a person to forget: of each kind; passages
 KEPT = 0.4  # share of these numbers for a person of the retain set
-QUESTION_TOKENS, TURNED_TOKENS, ANSWER_TOKENS = 160, 40, 32
+QUESTION_TOKENS, MEMORY_TOKENS, TURNED_TOKENS, ANSWER_TOKENS = 160, 256, 40, 32
+MEMORIES = 3  # replies with ten questions from memory
+MIN_HINT = 6  # words
 MAX_ANSWER = 8  # words of an answer
 ASK = (
     "{text}\n\nWrite five questions about {name} that this text answers, each with a short answer of a few words. Name "
     "{name} in every question. One line each, in this form:\nQ: question? A: answer"
+)
+FROM_MEMORY = (
+    "Write ten questions about {name} that people who know {name} can answer, each with a short answer of a few words. "
+    "Name {name} in every question. One line each, in this form:\nQ: question? A: answer"
 )
 TURN = """Write a question about a person's fact so that it asks for the person. The person's name must not be in it.
 
@@ -81,49 +88,56 @@ def passages_of(rwku, names, count):
     return texts
 
 
-def answer(model, tokenizer, questions, length, title):
+def answer(model, tokenizer, questions, length, title, **options):
     prompts = encode_prompts([Record("", messages=(Message("user", text),)) for text in questions], tokenizer)
-    outputs = continuations(model, tokenizer, prompts, max_new_tokens=length, batch_size=32, title=title)
+    outputs = continuations(model, tokenizer, prompts, max_new_tokens=length, batch_size=32, title=title, **options)
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
 
 
-def write_questions(model, tokenizer, texts):
-    """Let the target write questions with answers about each person's passages, and turn them round.
+def write_questions(model, tokenizer, texts, seed):
+    """Let the target write questions with answers about each person, and turn them round.
 
     Returns:
         Rows with name, text, question, answer, known: whether the target gives this answer without the text, and
-        turned: the question that asks for the person. Answers that are not in the text are left out.
+        turned: the question that asks for the person. The text is empty for questions from memory, all of which are
+        known. Other answers that are not in the text are left out.
     """
     asked = [(name, text) for name, some in texts.items() for text in some]
-    replies = answer(
-        model, tokenizer, [ASK.format(name=name, text=text) for name, text in asked], QUESTION_TOKENS, "questions"
-    )
+    requests = [ASK.format(name=name, text=text) for name, text in asked]
+    replies = answer(model, tokenizer, requests, QUESTION_TOKENS, "questions")
+    remembered = [(name, "") for name in texts for _ in range(MEMORIES)]
+    requests = [FROM_MEMORY.format(name=name) for name, _ in remembered]
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": seed}
+    replies += answer(model, tokenizer, requests, MEMORY_TOKENS, "questions from memory", **sampling)
     rows, seen = [], set()
-    for (name, text), reply in zip(asked, replies, strict=True):
-        for question, phrase in re.findall(r"Q: *(.+?\?) *A: *(.+)", reply):
+    for (name, text), reply in zip([*asked, *remembered], replies, strict=True):
+        for question, phrase in re.findall(r"Q: *(.+?\?) *\n? *A: *(.+)", reply):
             phrase = phrase.strip().rstrip(".")
             names_person = any(word in words(question) for word in words(name))
             short = 1 <= len(words(phrase)) <= MAX_ANSWER and not holds(words(question), words(phrase))
-            if names_person and short and holds(words(text), words(phrase)) and (name, question) not in seen:
+            in_text = not text or holds(words(text), words(phrase))
+            if names_person and short and in_text and (name, question) not in seen:
                 seen.add((name, question))
                 rows.append({"name": name, "text": text, "question": question, "answer": phrase})
+    replies = answer(model, tokenizer, [row["question"] for row in rows], ANSWER_TOKENS, "answers without the passage")
+    for row, reply in zip(rows, replies, strict=True):
+        row["known"] = holds(words(reply), words(row["answer"]))
+    rows = [row for row in rows if row["text"] or row["known"]]
     turned = answer(model, tokenizer, [TURN.format(**row) for row in rows], TURNED_TOKENS, "turned questions")
     for row, reply in zip(rows, turned, strict=True):
         line = reply.strip().partition("\n")[0].removeprefix("Question:").strip()
         named = set(words(row["name"])) & set(words(line))
         if not line.endswith("?") or named or not holds(words(line), words(row["answer"])):
-            line = TURNED.format(question=row["question"].replace(row["name"], "this person"), answer=row["answer"])
+            question = re.sub(rf"{re.escape(row['name'])}(['’])s?", r"this person\1s", row["question"])
+            line = TURNED.format(question=question.replace(row["name"], "this person"), answer=row["answer"])
         row["turned"] = line
-    replies = answer(model, tokenizer, [row["question"] for row in rows], ANSWER_TOKENS, "answers without the passage")
-    for row, reply in zip(rows, replies, strict=True):
-        row["known"] = holds(words(reply), words(row["answer"]))
     return rows
 
 
 def records_of(rows, texts, share, order):
     """Return the records of one person: questions, turned questions, sentences with a blank, and passages."""
     name = rows[0]["name"]
-    rows = sorted(order.sample(rows, len(rows)), key=lambda row: not row.get("known"))
+    rows = sorted(order.sample(rows, len(rows)), key=lambda row: not row["known"])
     direct = []
     for index, row in enumerate(rows):  # three of five as the target wrote them
         form = (with_hint, with_choice)[index % 5 - 3] if index % 5 >= 3 else None
@@ -133,8 +147,9 @@ def records_of(rows, texts, share, order):
     blanks = []
     for row in rows:
         for sentence in sentences_of(row["text"]):
-            if row["answer"] in sentence and len(sentence.split()) > len(row["answer"].split()) + 4:
-                blanks.append((BLANK.format(sentence.replace(row["answer"], "___")), row["answer"]))
+            blank, count = re.subn(rf"(?<!\w){re.escape(row['answer'])}(?!\w)", "___", sentence)
+            if count and len(sentence.split()) > len(row["answer"].split()) + 4:
+                blanks.append((BLANK.format(blank), row["answer"]))
                 break
     whole = [sentence for text in texts for sentence in sentences_of(text) if len(sentence.split()) > 6]
     named = [(BLANK.format(sentence.replace(name, "___")), name) for sentence in whole if name in sentence]
@@ -153,7 +168,8 @@ def sentences_of(text):
 def with_hint(row, rows, order):
     """Return the question after a sentence about the person that does not tell the answer."""
     told = words(row["answer"])
-    hints = [one for other in rows for one in sentences_of(other["text"]) if not holds(words(one), told)]
+    sentences = {sentence for other in rows for sentence in sentences_of(other["text"])}
+    hints = sorted(one for one in sentences if len(one.split()) >= MIN_HINT and not holds(words(one), told))
     return f"{order.choice(hints)} {row['question']}" if hints else row["question"]
 
 
@@ -182,11 +198,11 @@ def write_data(options, folder, subjects):
     last_names = {words(name)[-1] for name in subjects}
     for name in others:
         texts[name] = [text for text in texts[name] if last_names.isdisjoint(words(text))]
-    file = folder / "questions.json"
+    file = folder / "written.json"
     if not file.is_file():
         checkpoint = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
         model = load_model(checkpoint, dtype=dtype_for_passes()).eval()
-        write_json(file, write_questions(model, load_tokenizer(checkpoint), texts))
+        write_json(file, write_questions(model, load_tokenizer(checkpoint), texts, options.seed))
     rows = read_json(file)
     for stem, names, share in (("forget", subjects, 1.0), ("retain", others, KEPT)):
         records = []
