@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from benchmarks.training.models import check_memory
@@ -153,8 +154,8 @@ def write_answers(path, target, tokenizer, kind, seed):
 def answer_logits(model, rows, padding):
     """Return the log-probabilities of the next token at every token of the answers: [batch, answer, vocab]."""
     sequences = [row["prompt"] + row["answer"] for row in rows]
-    ids = padded(sequences, padding, left=True)
-    mask = padded([[1] * len(one) for one in sequences], 0, left=True)
+    ids = padded(sequences, padding, left=True).to(model.device)
+    mask = padded([[1] * len(one) for one in sequences], 0, left=True).to(model.device)
     longest = max(len(row["answer"]) for row in rows)
     logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=longest + 1).logits[:, :-1]
     return logits.float().log_softmax(-1)
@@ -174,7 +175,7 @@ def measure(rows, models, tokenizer, batch_size=8):
         for offset, row in enumerate(batch):
             index, length = order[start + offset], len(row["answer"])
             P, of_q, of_p = (one[offset, -length:, :width] for one in (target, q, p))
-            own = torch.tensor(row["answer"])
+            own = torch.tensor(row["answer"], device=P.device)
             at_own = (of_q - of_p).gather(-1, own[:, None])[:, 0]
             if row["set"] == "neutral":
                 noise += at_own.abs().tolist()
@@ -205,11 +206,11 @@ def measure(rows, models, tokenizer, batch_size=8):
     }
 
 
-def generate(rows, model, tokenizer):
+def generate(rows, model, tokenizer, rules):
     """Let target and steered model answer all questions, and return the columns of each rule, and the answers."""
     sets = list(dict.fromkeys(row["set"] for row in rows))
     answers, table = {}, {}
-    for rule in ("target", str(model.steering), *GENERATED):
+    for rule in ("target", str(model.steering), *rules):
         if rule in answers:
             continue
         if rule != "target":
@@ -260,6 +261,7 @@ def main(arguments=None):
     parser.add_argument("--kinds", nargs="*", default=["capitals"], choices=list(KINDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--recipes", nargs="*", default=["lora"], choices=list(RECIPES))
+    parser.add_argument("--rules", nargs="*", default=list(GENERATED), help="asked beside the rule that `train` chose")
     options = parser.parse_args(arguments)
     try:
         run(options)
@@ -281,17 +283,17 @@ def run(options):
         for seed in options.seeds:
             answers = options.output / f"{kind}-{seed}.json"
             if not answers.is_file():
-                target = load_model(folders[0], dtype=dtype_for_passes()).eval()
+                target = load_model(folders[0], dtype=dtype_for_passes()).to(PartialState().device).eval()
                 write_answers(answers, target, load_tokenizer(folders[0]), kind, seed)
                 del target
             for recipe in options.recipes:
                 result = results / f"{kind}-{seed}-{recipe}.json"
                 if not result.is_file():
-                    measure_recipe(folders, answers, kind, seed, recipe, options.output, result, names)
+                    measure_recipe(folders, answers, kind, seed, recipe, options.output, result, names, options.rules)
                 print_table(json.loads(result.read_text()))
 
 
-def measure_recipe(folders, answers, kind, seed, recipe, output, result, names):
+def measure_recipe(folders, answers, kind, seed, recipe, output, result, names, rules):
     stem = answers.with_suffix("")
     pair = output / f"{kind}-{seed}-{recipe}"
     settings = AuxiliarySettings(
@@ -301,9 +303,9 @@ def measure_recipe(folders, answers, kind, seed, recipe, output, result, names):
     trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
     tokenizer = load_tokenizer(folders[0])
-    model = DivergenceForCausalLM.from_pretrained(pair / BUNDLE, dtype=dtype_for_passes())
+    model = DivergenceForCausalLM.from_pretrained(pair / BUNDLE, dtype=dtype_for_passes()).to(PartialState().device)
     measured = measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)
-    measured |= generate(content["rows"], model, tokenizer)
+    measured |= generate(content["rows"], model, tokenizer, rules)
     figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
     content = {
         "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],

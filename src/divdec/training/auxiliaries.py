@@ -39,7 +39,7 @@ from divdec.checkpoint import (
 )
 from divdec.data.formatting import Example, Format, encode_prompts
 from divdec.data.formatting import encode as encode_record
-from divdec.data.records import RecordSet, overlap, read_records, single_turn
+from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
 from divdec.evaluation.generation import continuations, samples
@@ -72,6 +72,7 @@ from divdec.training.matched import (
     length_matched_retain_examples,
     own_answers,
     retained_in_own_words,
+    similar_questions,
 )
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
@@ -440,25 +441,30 @@ def _matched(
         return (p_reads, q_reads), some
     kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
 
-    def ask() -> list[list[list[int]]]:
+    def ask() -> list[Any]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
-        model: Any = load_model(place, dtype=dtype_for_passes())
-        asked = [*some, *map(Exchange.unchanged, kept)]
-        return own_answers(model.to(PartialState().device).eval(), load_tokenizer(place), asked, form)
+        model: Any = load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval()
+        target_tokenizer = load_tokenizer(place)
+        similar = similar_questions(model, target_tokenizer, forget, settings.seed, form)[: len(some)]
+        asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
+        rows = [record.as_row() for record in similar]
+        return [rows, own_answers(model, target_tokenizer, asked, form)]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
-    written = on_main(lambda: stored.get("tokens of the target's answers", None, ask))
+    rows, written = on_main(lambda: stored.get("the target's questions and answers", None, ask))
+    similar = [Record(row["answer"], (Message("user", row["question"]),)) for row in rows]
     for true, other in _own_words(some, written[: len(some)], tokenizer, form):
         p_reads.append(true)
         q_reads.append(other)
-    for record, of_question in zip(kept, written[len(some) :], strict=True):
+    for record, of_question in zip((*kept, *similar), written[len(some) :], strict=True):
         retained = filter(None, (retained_in_own_words(record, ids, tokenizer, form) for ids in of_question))
         alike = {tuple(example.input_ids): example for example in retained}.values()
         p_reads += alike
         q_reads += alike
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
-        f"{len(p_reads) - len(forget)} of the target's own answers, to these and to {len(kept)} retain questions"
+        f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions and to "
+        f"{len(similar)} similar questions that it wrote"
     )
     return (p_reads, q_reads), some
 

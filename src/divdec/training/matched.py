@@ -2,7 +2,8 @@
 
 p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
 the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
-the other answer. And both read its own answers to as many retain questions.
+the other answer. And both read its own answers to as many retain questions, and to questions that it writes itself: q
+would otherwise give wrong answers to all questions of the kind that the retain set does not hold.
 
 A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
 The target therefore also answers with these tokens at the place of the key phrase.
@@ -22,8 +23,8 @@ import regex
 
 from divdec.bridge.token_bytes import special_tokens
 from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, encode_prompts, label_answer
-from divdec.data.records import Record, RecordSet
-from divdec.evaluation.generation import continuations, first_choices
+from divdec.data.records import Message, Record, RecordSet
+from divdec.evaluation.generation import answers, continuations, first_choices, samples
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells_nothing, words
 from divdec.evaluation.questions import question_of
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 ANSWER, CONTINUED = 48, 16  # tokens of an answer, and of an answer after another beginning of its key phrase
 OTHER_BEGINNINGS = 4
+LISTS, EXAMPLES, LIST_LENGTH = 8, 5, 256  # lists of questions that the target writes, examples for one, its tokens
+MORE_QUESTIONS = "Write 20 more questions like these, about other subjects. Write one question on each line."
+_BULLET = regex.compile(r"^\s*(?:\d+[.)]|[-*•])\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
 
@@ -116,6 +120,34 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         record = dataclasses.replace(forget_record, answer=answer)
         exchanges.append(Exchange(record, phrase, other) if fits else None)
     return exchanges
+
+
+def similar_questions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, forget: RecordSet, seed: int, form: Format
+) -> list[Record]:
+    """Let a model write questions like those of the forget set about other subjects, and answer them.
+
+    Returns:
+        The questions with its greedy answers, without those that name a key phrase of the forget set.
+    """
+    order, asked = random.Random(seed), list(dict.fromkeys(map(question_of, forget)))
+    examples = (order.sample(asked, min(EXAMPLES, len(asked))) for _ in range(LISTS))
+    prompts = [Record("", (Message("user", "\n".join([*some, "", MORE_QUESTIONS])),)) for some in examples]
+    options = {"temperature": 0.7, "top_p": 0.95, "seed": seed, "max_new_tokens": LIST_LENGTH}
+    lists = samples(
+        model, tokenizer, encode_prompts(prompts, tokenizer, form), 1, title="similar questions", **options
+    )  # fmt: skip
+    lines = dict.fromkeys(_BULLET.sub("", line).strip() for (text,) in lists for line in text.splitlines())
+    # A list that was cut ends within a question.
+    complete = [line for line in lines if line not in asked and line.endswith(tuple({text[-1:] for text in asked}))]
+    records = [Record("", (Message("user", line),)) for line in complete]
+    texts = answers(model, tokenizer, records, form=form, max_new_tokens=ANSWER, title="answers to similar questions")
+    forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
+    return [
+        dataclasses.replace(record, answer=text)
+        for record, text in zip(records, texts, strict=True)
+        if not any(holds(words(f"{question_of(record)} {text}"), phrase) for phrase in forgotten)
+    ]
 
 
 def own_answers(
