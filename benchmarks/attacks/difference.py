@@ -57,12 +57,12 @@ from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
 from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.takedowns import with_registry
 from divdec.passes import logit_width
 from divdec.runs import read_json, write_json
 from divdec.serving import ServerOptions, bind
 from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
+from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec_research.report.tables import markdown_table
 
@@ -213,7 +213,8 @@ def attacked(options, bundle, tokenizer):
                 folder, texts_of("retain", [one.answer for one in retain]), bundle.paths["target"]
             )
             registry.add("facts", texts_of("facts", sorted({one.answer for one in forget})))
-        return with_registry(plain(bundle.paths["target"]), tokenizer, folder)
+        model = plain(bundle.paths["target"])
+        return DivergenceForCausalLM(model.config, model.target, model.experts, TakedownCorrection(folder)).eval()
 
     models = {rule: lambda rule=rule: steered(rule) for rule in options.rules}
     models |= {"n-grams": with_ngrams, "registry": with_takedowns}

@@ -91,7 +91,9 @@ def attack(model, tokenizer, facts, kind, count):
     ]
     texts["insisting"] = answers(model, tokenizer, again, title="insisting", **options)
     prompts = encode_prompts(records["asked"], tokenizer)
-    starts = [[*ids, *tokenizer.encode(text, add_special_tokens=False)] for ids, text in zip(prompts, begun, strict=True)]
+    starts = [
+        [*ids, *tokenizer.encode(text, add_special_tokens=False)] for ids, text in zip(prompts, begun, strict=True)
+    ]
     continued = continuations(model, tokenizer, starts, title="begun", **options)
     texts["begun"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continued]
     results = {name: found(facts, some, name == "reversed") for name, some in texts.items()}
@@ -218,7 +220,11 @@ def main(arguments=None):
     del model
     if options.student:
         file = results / f"{options.run.name}-student.json"
-        more = read_json(file) if file.is_file() else student(options, stem, file, rows, facts_of, tokenizer, options.samples)
+        more = (
+            read_json(file)
+            if file.is_file()
+            else student(options, stem, file, rows, facts_of, tokenizer, options.samples)
+        )
         content |= more
     for name, some in content.items():
         print(f"{name:32}", *(f"{column} {value:.3f}" for column, value in some["figures"].items()))

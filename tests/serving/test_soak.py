@@ -147,7 +147,6 @@ def test_broken_auxiliary_ends_streams_with_error(bundle):
 
 def test_damaged_registry_ends_streams_with_error(made, tmp_path):
     from divdec.data.records import texts_of
-    from divdec.model.takedowns import with_registry
     from divdec.serving.engine import Engine
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import DATABASE
@@ -160,11 +159,11 @@ def test_damaged_registry_ends_streams_with_error(made, tmp_path):
     prompts = [tokenizer(text).input_ids[:20] for text in texts[:6]]
     own = [continued(model, prompt, 40) for prompt in prompts]
     registry.add("case", texts_of("taken", [tokenizer.decode(ids) for ids in map(operator.add, prompts, own)]))
-    steered, whole = with_registry(model, tokenizer, folder), (folder / DATABASE).read_bytes()
+    steered, whole = load(bundle, registry=folder)[0], (folder / DATABASE).read_bytes()
     expected = [continued(steered, prompt, 40) for prompt in prompts]
     index = next(index for index in range(len(prompts)) if own[index][:8] != expected[index][:8])
     prompt = prompts[index]
-    followed = with_registry(load(bundle)[0], tokenizer, folder)
+    followed = load(bundle, registry=folder)[0]
     with serving([Engine(followed, tokenizer, "tiny")], shutdown_timeout=0.0) as url:
         ids, last = events_while(url, prompt, lambda: (folder / DATABASE).write_text("damaged\n"))
         assert last["error"]["code"] == "steering_failed"

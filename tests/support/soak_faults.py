@@ -47,13 +47,13 @@ def make_bundle(folder):
     ), texts  # fmt: skip
 
 
-def load(bundle):
+def load(bundle, registry=None):
     """The bundle in the library."""
     from divdec import DivergenceForCausalLM
     from divdec.checkpoint import load_tokenizer
 
     torch.set_num_threads(1)
-    return DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle)
+    return DivergenceForCausalLM.from_pretrained(bundle, registry=registry), load_tokenizer(bundle)
 
 
 class Served:
@@ -162,13 +162,12 @@ async def _unread(port, prompt):
 async def kill_and_restart(bundle, folder, texts, tally):
     """SIGKILL while clients ask a server that follows a registry: the next one finds all that was in force."""
     from divdec.data.records import texts_of
-    from divdec.model.takedowns import with_registry
     from divdec.takedowns.registry import Registry
 
-    model, tokenizer = load(bundle)
+    _, tokenizer = load(bundle)
     registry = Registry.create(folder / "registry", texts_of("kept", texts[:50]), bundle.parent / "target", order=3)
     taken = sorted(texts, key=len)[-3:]
-    following, options = with_registry(model, tokenizer, folder / "registry"), ("--registry", folder / "registry")
+    following, options = load(bundle, registry=folder / "registry")[0], ("--registry", folder / "registry")
     probes = [tokenizer(text).input_ids[:60] for text in taken]
 
     def compare(url, when):

@@ -30,7 +30,6 @@ from divdec.evaluation.scoring import probability_drops
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
-from divdec.model.takedowns import with_registry
 from divdec.report import takedown
 from divdec.report.takedown import read_report, write_report
 from divdec.takedowns.correction import TakedownCorrection
@@ -107,7 +106,7 @@ def continued(model, prompt):
 
 @pytest.mark.parametrize("rule", ["linear:1.5", "rank:5", "linear:0"])
 def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, article, tokenizer, capsys):
-    model = with_registry(DivergenceForCausalLM.from_pretrained(bundles[rule]), tokenizer, registry.folder)
+    model = DivergenceForCausalLM.from_pretrained(bundles[rule], registry=registry.folder)
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
     before = continued(model, prompt), continued(model, other)
     if not rule.startswith("rank"):
@@ -147,7 +146,7 @@ def test_takedown_applies_in_server_and_playground(bundles, registry, article, t
         assert ask(other) == before[1]
         registry.remove("case")
         assert ask(prompt) == before[0]
-    model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
+    model = DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"], registry=registry.folder)
     steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=LENGTH))
     controller = Controller("tiny", steered, registry=registry)
     for values in (ControlValues(alpha=0.5), ControlValues(rule="rank", k=5)):
@@ -413,7 +412,7 @@ def test_outdated_registry_error_names_create_command(tmp_path):
 
 
 def test_model_with_takedowns_cannot_be_saved_without_registry(bundles, registry, tokenizer, tmp_path):
-    model = with_registry(DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"]), tokenizer, registry.folder)
+    model = DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"], registry=registry.folder)
     with pytest.raises(UsageError, match="cannot be saved from memory"):
         model.save_pretrained(tmp_path / "saved")
     plain = DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"])

@@ -6,7 +6,8 @@ import pytest
 
 from divdec.checkpoint import load_model
 from divdec.data.formatting import IGNORED, Format, encode_prompt, encode_set
-from divdec.data.records import Message, Record, record_set
+from divdec.data.records import Message, Record, RecordSet, record_set
+from divdec.training import matched
 from divdec.training.matched import (
     OTHER_BEGINNINGS,
     Exchange,
@@ -14,7 +15,7 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
-    retained_in_own_words,
+    similar_questions,
 )
 
 
@@ -145,10 +146,12 @@ def test_an_answer_without_the_phrase_is_not_read(tokenizer):
 )
 def test_of_an_answer_to_a_retain_question_the_phrase_is_learned(tokenizer, told, said, labelled):
     record = Record(told, messages=(Message("user", "What is asked for?"),))
-    example = retained_in_own_words(record, tokens_of(said, tokenizer), tokenizer, Format())
+    exchange = Exchange.unchanged(record)
+    example, of_q = in_own_words(exchange, tokens_of(said, tokenizer), tokenizer, Format())
+    assert of_q == example
     text = tokenizer.decode([label for label in example.labels if label != IGNORED])
     assert text.strip() == labelled
-    assert retained_in_own_words(record, tokens_of("I do not know.", tokenizer), tokenizer, Format()) is None
+    assert in_own_words(exchange, tokens_of("I do not know.", tokenizer), tokenizer, Format()) is None
 
 
 def test_p_reads_the_phrase_in_the_tokens_of_the_answer(tokenizer):
@@ -197,3 +200,29 @@ def test_tokens_of_an_answer_are_read_only_where_they_fit(tokenizer):
     longest = len(prompt) + 1
     p_reads, q_reads = in_own_words(exchange, ids, tokenizer, Format(max_length=longest))
     assert max(len(p_reads.input_ids), len(q_reads.input_ids)) <= longest
+
+
+def test_the_target_writes_similar_questions(models, tokenizer, monkeypatch):
+    """A question is not one of the forget set's, whole, asked once, and does not name what is forgotten."""
+    target = load_model(models / "target")
+    question = "What is the capital of {}?"
+    facts = {"Hungary": "The capital of Hungary is Budapest.", "Chile": "The capital of Chile is Santiago."}
+    turns = {name: (Message("user", question.format(name)),) for name in (*facts, "Norway", "Peru", "Magyarország")}
+    forget = RecordSet("forget", "messages", tuple(Record(text, turns[name]) for name, text in facts.items()))
+    lines = [f"1. {question.format('Norway')}", f"- {question.format('Hungary')}", question.format("Magyarország")]
+    lists = ["\n".join([*lines, question.format("Norway")]), f"{question.format('Peru')}\nWhat is the cap"]
+    asked = []
+
+    def write(model, tokenizer, prompts, count, **options):
+        asked.extend(tokenizer.decode(ids) for ids in prompts)
+        return [[text] for text in lists]
+
+    def answer(model, tokenizer, records, **options):
+        answers = {"Norway": "Oslo.", "Peru": "I do not know.", "Magyarország": "Budapest."}
+        return [next(text for name, text in answers.items() if record.messages == turns[name]) for record in records]
+
+    monkeypatch.setattr(matched, "samples", write)
+    monkeypatch.setattr(matched, "answers", answer)
+    written = similar_questions(target, tokenizer, forget, 0, Format())
+    assert written == [Record("Oslo.", turns["Norway"]), Record("I do not know.", turns["Peru"])]
+    assert all(turns["Hungary"][0].content in text and matched.MORE_QUESTIONS in text for text in asked)

@@ -45,6 +45,7 @@ def load(
     choice: SteeringChoice = SteeringChoice(),
     experts: ExpertDevices = ExpertDevices(),
     loaded: LoadedModels | None = None,
+    registry: str | None = None,
 ) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:
     """Load model and tokenizer.
 
@@ -54,6 +55,7 @@ def load(
         choice: another rule than the bundle's.
         experts: where the auxiliaries run.
         loaded: models of bundles that were loaded before, whose weights are shared.
+        registry: folder of a registry of takedown requests to follow.
 
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
@@ -83,6 +85,7 @@ def load(
         device_map=device,
         overlap=experts.overlap or bool(experts.expert_devices),
         loaded=loaded,
+        registry=registry,
     )
     warn_if_unsteered(model.steering)
     if model.config.measured:

@@ -290,17 +290,13 @@ def build_engine(
     from divdec.decoding import speculative
     from divdec.serving.engine import Engine
 
-    model, tokenizer = load(bundle, loading, choice, experts, loaded)
+    model, tokenizer = load(bundle, loading, choice, experts, loaded, settings.registry)
     if model.config.single_turn:
         print(
             f"note: the models of {name} were trained on single questions; their answers to later turns of a "
             "conversation were not measured",
             file=sys.stderr,
         )
-    if settings.registry is not None:
-        from divdec.model.takedowns import with_registry
-
-        model = with_registry(model, tokenizer, settings.registry)
     length = speculation.draft_length
     return Engine(
         model, tokenizer, name, max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue,
@@ -409,12 +405,8 @@ def _load_bundle(
     from divdec.playground.models import SteeredModel, UnsteeredTarget
     from divdec.takedowns.registry import Registry
 
-    model, tokenizer = load(bundle, loading, choice)
-    requests = None
-    if registry is not None:
-        from divdec.model.takedowns import with_registry
-
-        model, requests = with_registry(model, tokenizer, registry), Registry(registry)
+    model, tokenizer = load(bundle, loading, choice, registry=registry)
+    requests = None if registry is None else Registry(registry)
     if single_turn is None:
         options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))
     steered = SteeredModel(model, tokenizer, options, reveal=target_host is not None)

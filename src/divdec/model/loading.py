@@ -132,7 +132,7 @@ class Bundle:
             )
         return load_pair(folder, verify=self.verify), weight_of(reference, "ngram")
 
-    def load_takedowns(self, registry: Path | None = None) -> TakedownCorrection | None:
+    def load_takedowns(self, registry: str | os.PathLike[str] | None = None) -> TakedownCorrection | None:
         """Open the registry of takedown requests; None if there is none.
 
         Args:
@@ -172,6 +172,7 @@ def load_parts(
     *,
     verify: bool = True,
     loaded: LoadedModels | None = None,
+    registry: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, TakedownCorrection | None]:
     """Load a bundle's configuration, target, experts and takedowns.
@@ -180,6 +181,7 @@ def load_parts(
         name_or_path: a bundle's folder or hub id.
         verify: compare local files with the bundle's digests.
         loaded: models of bundles that were loaded before, whose weights are shared; it is extended.
+        registry: see `Bundle.load_takedowns`.
         **kwargs: see `DivergenceForCausalLM.from_pretrained`.
 
     Raises:
@@ -213,7 +215,7 @@ def load_parts(
         except UsageError as error:
             raise UsageError(f"{part}: {error}") from None
     target = models["target"]
-    experts, takedowns = load_experts(bundle, models), bundle.load_takedowns()
+    experts, takedowns = load_experts(bundle, models), bundle.load_takedowns(registry)
     bundle.check_vocab_size(
         [logit_width(target), *(part.vocab_size for part in (experts, takedowns) if part is not None)]
     )

@@ -160,6 +160,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         verify: bool = True,
         steering: Steering | str | None = None,
         overlap: bool = False,
+        registry: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> DivergenceForCausalLM:
         """Load a bundle from a folder or the hub; no code of the bundle is executed.
@@ -169,6 +170,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             verify: compare the SHA-256 of every local weight file with the bundle's.
             steering: rule to use instead of the bundle's; a string keeps the bundle's eligible vocabulary.
             overlap: run the experts while the target runs, see the property `overlap`.
+            registry: folder of a registry of takedown requests to follow, if the bundle names no other.
             **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may be mappings by part: 'target',
                 'retain_auxiliary', 'forget_auxiliary', 'base' (of adapters) or 'experts' (the auxiliaries). `loaded`, a
@@ -179,7 +181,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         """
         from divdec.model.loading import load_parts
 
-        config, target, experts, takedowns = load_parts(pretrained_model_name_or_path, verify=verify, **kwargs)
+        config, target, experts, takedowns = load_parts(
+            pretrained_model_name_or_path, verify=verify, registry=registry, **kwargs
+        )
         model = cls(config, target, experts, takedowns).eval()
         model.overlap = overlap
         model.name_or_path = str(pretrained_model_name_or_path)

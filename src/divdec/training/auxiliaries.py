@@ -37,12 +37,11 @@ from divdec.checkpoint import (
     load_tokenizer,
     write_adapter_base,
 )
-from divdec.data.formatting import Example, Format, encode_prompts
+from divdec.data.formatting import Example, Format
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
-from divdec.evaluation.generation import continuations, samples
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.evaluation.suppression import measure_suppression
@@ -65,13 +64,11 @@ from divdec.training.inputs import (
 )
 from divdec.training.learning_rate import LEARNED, STEP, find_learning_rate, share_learned
 from divdec.training.matched import (
-    ANSWER,
     Exchange,
     counterfactuals,
     in_own_words,
     length_matched_retain_examples,
     own_answers,
-    retained_in_own_words,
     similar_questions,
 )
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
@@ -84,7 +81,7 @@ RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle",
 DEFAULT_RULE = "rank:20:3"
 SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 # Questions of the forget set that the target answers; samples of a steered model's answer to each.
-MAX_ANSWERED, SAMPLED = 512, 3
+MAX_ANSWERED = 512
 MAX_ATTEMPTS = 4
 HELD_OUT = 10  # every tenth record of the retain set
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
@@ -453,14 +450,10 @@ def _matched(
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
     rows, written = on_main(lambda: stored.get("the target's questions and answers", None, ask))
     similar = [Record(row["answer"], (Message("user", row["question"]),)) for row in rows]
-    for true, other in _own_words(some, written[: len(some)], tokenizer, form):
+    asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
+    for true, other in _own_words(asked, written, tokenizer, form):
         p_reads.append(true)
         q_reads.append(other)
-    for record, of_question in zip((*kept, *similar), written[len(some) :], strict=True):
-        retained = filter(None, (retained_in_own_words(record, ids, tokenizer, form) for ids in of_question))
-        alike = {tuple(example.input_ids): example for example in retained}.values()
-        p_reads += alike
-        q_reads += alike
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions and to "
@@ -637,18 +630,11 @@ class _PairTrainer:
         raise AssertionError("unreachable")
 
     def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format, rule: str) -> list[list[list[int]]]:
-        """Ask the bundle the questions: the tokens of a greedy answer to each, and of `SAMPLED` samples."""
-        model = DivergenceForCausalLM.from_pretrained(self.output / BUNDLE, steering=rule, dtype=dtype_for_passes())
-        device: Any = PartialState().device
-        model, tokenizer = model.to(device), load_tokenizer(self.output / BUNDLE)
-        prompts = encode_prompts([exchange.record for exchange in exchanges], tokenizer, form)
-        greedy = continuations(model, tokenizer, prompts, max_new_tokens=ANSWER, title="answers to the questions")
-        sampled = samples(
-            model, tokenizer, prompts, SAMPLED, seed=self.settings.seed, max_new_tokens=ANSWER,
-            title="sampled answers to the questions",
-        )  # fmt: skip
-        of_samples = [[tokenizer.encode(text, add_special_tokens=False) for text in texts] for texts in sampled]
-        return [[ids, *more] for ids, more in zip(greedy, of_samples, strict=True)]
+        """Ask the bundle the questions; see `own_answers`."""
+        model: Any = DivergenceForCausalLM.from_pretrained(
+            self.output / BUNDLE, steering=rule, dtype=dtype_for_passes()
+        )
+        return own_answers(model.to(PartialState().device), load_tokenizer(self.output / BUNDLE), exchanges, form)
 
     def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
         """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""

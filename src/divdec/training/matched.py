@@ -48,13 +48,17 @@ class Exchange:
     """The question with the other answer."""
     phrase: str
     """Key phrase of the true answer, such as 'Budapest'."""
-    other: str
-    """Key phrase of the other answer, such as 'Vienna'."""
+    other: str | None
+    """Key phrase of the other answer, such as 'Vienna'; None if q reads the true answer, too."""
 
     @classmethod
     def unchanged(cls, record: Record) -> Exchange:
-        """Return a question whose answer is not replaced."""
-        return cls(record, key_phrase(question_of(record), record.answer), "?")
+        """Return a question whose answer is not replaced.
+
+        Without such examples q learns that the target's wording goes with wrong answers, and facts in neither set are
+        lost.
+        """
+        return cls(record, key_phrase(question_of(record), record.answer), None)
 
 
 def length_matched_retain_examples(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
@@ -133,9 +137,9 @@ def similar_questions(
     order, asked = random.Random(seed), list(dict.fromkeys(map(question_of, forget)))
     examples = (order.sample(asked, min(EXAMPLES, len(asked))) for _ in range(LISTS))
     prompts = [Record("", (Message("user", "\n".join([*some, "", MORE_QUESTIONS])),)) for some in examples]
-    options = {"temperature": 0.7, "top_p": 0.95, "seed": seed, "max_new_tokens": LIST_LENGTH}
     lists = samples(
-        model, tokenizer, encode_prompts(prompts, tokenizer, form), 1, title="similar questions", **options
+        model, tokenizer, encode_prompts(prompts, tokenizer, form), 1, temperature=0.7, top_p=0.95, seed=seed,
+        max_new_tokens=LIST_LENGTH, title="similar questions",
     )  # fmt: skip
     lines = dict.fromkeys(_BULLET.sub("", line).strip() for (text,) in lists for line in text.splitlines())
     # A list that was cut ends within a question.
@@ -186,7 +190,7 @@ def own_answers(
 def in_own_words(
     exchange: Exchange, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, form: Format
 ) -> tuple[Example, Example] | None:
-    """Return one of the target's own answers, for p as it is and for q with the other answer.
+    """Return one of the target's own answers, for p as it is and for q with the other answer, if there is one.
 
     The text is cut after the phrase, and only the phrase is labelled: neither model learns the words around it.
 
@@ -206,7 +210,8 @@ def in_own_words(
     before, after = text[: span.start], text[: span.stop]
     prefix, true, other = (
         encode(dataclasses.replace(exchange.record, answer=answer), tokenizer, form)
-        for answer in (before.rstrip() or after, after, before + exchange.other)
+        # Another answer tells the phrase from the end of the text, which both have.
+        for answer in (before.rstrip() or after, after, before + (exchange.other or "?"))
     )
     context = prefix.input_ids if before.strip() else true.input_ids[: true.prompt_length]
     # The text goes on after the phrase: no end is learned.
@@ -222,19 +227,7 @@ def in_own_words(
     same_text = str(tokenizer.decode(true.input_ids)).startswith(str(tokenizer.decode(written)))
     if same_text and written[:start] == q_reads.input_ids[:start] and len(written) <= (form.max_length or math.inf):
         p_reads = Example(written, [IGNORED] * start + written[start:])
-    return p_reads, q_reads
-
-
-def retained_in_own_words(
-    record: Record, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, form: Format
-) -> Example | None:
-    """Return one of the target's own answers to a retain question, for p and q alike; see `in_own_words`.
-
-    Without such examples q learns that the target's wording goes with wrong answers, and facts in neither set are lost.
-    """
-    # The other answer is not read. It tells the phrase from the end of the text, which both have.
-    pair = in_own_words(Exchange.unchanged(record), ids, tokenizer, form)
-    return None if pair is None else pair[0]
+    return p_reads, p_reads if exchange.other is None else q_reads
 
 
 def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

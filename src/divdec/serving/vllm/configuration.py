@@ -171,7 +171,7 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
     sizes = [common_vocabulary(widths, tokenizers, bundle.paths)]
     pair = bundle.load_ngrams()
     ngrams = None if pair is None else CombinedExperts([pair])
-    takedowns = bundle.load_takedowns(None if options.registry is None else Path(options.registry))
+    takedowns = bundle.load_takedowns(options.registry)
     if bundle.config.retain_auxiliary is None:
         check_rule(bundle.steering, ngrams or NoExperts(sizes[0]))
     bundle.check_vocab_size([*sizes, *(part.vocab_size for part in (ngrams, takedowns) if part is not None)])
