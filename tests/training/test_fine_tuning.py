@@ -208,6 +208,17 @@ def test_non_finite_loss_stops_training_and_keeps_last_checkpoint(examples, toke
     assert (tmp_path / "checkpoints" / "checkpoint-3" / fine_tuning.COMPLETE).is_file()
 
 
+def test_attention_whose_gradients_can_be_nan_is_not_used(examples, tokenizer, tmp_path):
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    used = []
+    fine_tune(
+        model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="t",
+        on_epoch=lambda model, epoch: used.append(torch.backends.cuda.cudnn_sdp_enabled()),
+    )  # fmt: skip
+    assert used and not any(used)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_on_epoch_is_called_after_each_epoch(examples, tokenizer, tmp_path):
     seen = []
 
