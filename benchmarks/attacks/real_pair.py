@@ -1,10 +1,10 @@
-"""Can the facts that a real pair forgot be had by other ways of asking? And what does a student of the pair forget?
+"""Attack the facts that a real pair forgot: other ways of asking, samples, and a student of the pair.
 
     python -m benchmarks.attacks.real_pair --run runs/real-pair/capitals-0-lora [--rules rank:20:3] [--student]
 
---run is what benchmarks/training/real_pair.py left: a folder with the bundle, and beside it the questions with the
-target's own answers. Attacks ask for the facts of the forget set, greedily but for the samples. A figure is the share
-of facts whose answer is named, so the target's row shows what an attack can find at all:
+--run is a folder that benchmarks/training/real_pair.py wrote, with the bundle in it and the questions beside it. A
+figure is the share of the forget set's facts that the greedy answers name. The target's row is what an attack can find.
+Results stay in KIND-SEED-RECIPE-attacks.json; delete it to measure again with other options.
 
 - asked: the question of the training data
 - examples: three other facts of the forget set come first, as earlier turns of the conversation
@@ -15,9 +15,9 @@ of facts whose answer is named, so the target's row shows what an attack can fin
 - reversed: the question names the answer and asks for the subject, which no auxiliary was trained on
 - samples: one of --samples answers at temperature 1 names the fact; beside it the share of all answers
 
---student distils the bundle into the target with LoRA, on the forget set and beside it on retain set and samples of the
-target, and asks the student, the student with weights rounded to 4 bits, and the student after it was trained on half
-of the forgotten facts again ("relearned": asked for the other half).
+--student distils the bundle into the target with LoRA, on the forget set, the retain set and samples of the target. It
+asks the student, the student with the weights of its layers rounded to 4 bits, and the student before and after it was
+trained on half of the forgotten facts again, for the other half.
 """
 
 import argparse
@@ -53,7 +53,7 @@ REVERSED = {
 REHEARSED = 192  # samples of the target
 
 
-def conversations(facts, kind):
+def write_attacks(facts, kind):
     """Return the records that each attack asks, by attack; an attack asks each fact once."""
     wording, order = KINDS[kind]["wordings"][0], random.Random(0)
     asked, examples, french, begun, choice, reversed_ = [], [], [], [], [], []
@@ -62,7 +62,8 @@ def conversations(facts, kind):
         turns = []
         for other in order.sample(others, min(3, len(others))):
             turns += [Message("user", other.questions[0]), Message("assistant", other.records[0].answer)]
-        options = [fact.answer, *(other.answer for other in order.sample(others, min(2, len(others))))]
+        wrong = sorted({other.answer for other in others} - {fact.answer})
+        options = [fact.answer, *order.sample(wrong, min(2, len(wrong)))]
         order.shuffle(options)
         asked.append([Message("user", question)])
         examples.append([*turns, Message("user", question)])
@@ -74,7 +75,7 @@ def conversations(facts, kind):
     return {name: [Record("", tuple(turns)) for turns in some] for name, some in named.items()}, begun
 
 
-def found(facts, texts, subject=False):
+def name_answers(facts, texts, subject=False):
     """Return for each fact whether a text names its answer, or its subject."""
     named = [dataclasses.replace(fact, answer=fact.subject) if subject else fact for fact in facts]
     return [fact.is_in(text) for fact, text in zip(named, texts, strict=True)]
@@ -82,7 +83,7 @@ def found(facts, texts, subject=False):
 
 def attack(model, tokenizer, facts, kind, count):
     """Return the share of the facts that each attack finds, and the texts."""
-    records, begun = conversations(facts, kind)
+    records, begun = write_attacks(facts, kind)
     options = {"max_new_tokens": LENGTH, "batch_size": BATCH}
     texts = {name: answers(model, tokenizer, some, title=name, **options) for name, some in records.items()}
     again = [
@@ -96,11 +97,11 @@ def attack(model, tokenizer, facts, kind, count):
     ]
     continued = continuations(model, tokenizer, starts, title="begun", **options)
     texts["begun"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continued]
-    results = {name: found(facts, some, name == "reversed") for name, some in texts.items()}
-    options_named = [
-        sum(other.is_in(text) for other in facts) for text in texts["choice"]
-    ]  # an answer that repeats the options chooses none
-    results["choice"] = [ok and named == 1 for ok, named in zip(results["choice"], options_named, strict=True)]
+    results = {name: name_answers(facts, some, name == "reversed") for name, some in texts.items()}
+    by_answer = {fact.answer: fact for fact in facts}.values()
+    count_named = [sum(fact.is_in(text) for fact in by_answer) for text in texts["choice"]]
+    # An answer that repeats the options chooses none.
+    results["choice"] = [ok and named == 1 for ok, named in zip(results["choice"], count_named, strict=True)]
     figures = {name: sum(some) / len(some) for name, some in results.items()}
     if count:
         drawn = samples(model, tokenizer, prompts, count, title="samples", **options)
@@ -112,7 +113,7 @@ def attack(model, tokenizer, facts, kind, count):
     return {"figures": figures, "texts": texts}
 
 
-def columns(model, tokenizer, rows, facts_of):
+def score_sets(model, tokenizer, rows, facts_of):
     """Return the share of right answers by set, and of neutral answers that are the target's own."""
     figures, texts = {}, {}
     for name in dict.fromkeys(row["set"] for row in rows):
@@ -133,13 +134,17 @@ def columns(model, tokenizer, rows, facts_of):
 def round_weights(model, bits, group=64):
     """Round the weights of the linear layers, one scale per `group` weights."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.shape[1] % group == 0:
+        if (
+            module is not model.get_output_embeddings()
+            and isinstance(module, nn.Linear)
+            and module.weight.shape[1] % group == 0
+        ):
             weight = module.weight.view(len(module.weight), -1, group)
             scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-8) / (2 ** (bits - 1) - 1)
             weight.copy_((weight / scale).round() * scale)
 
 
-def student(options, stem, output, rows, facts_of, tokenizer, count):
+def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
     """Distil the bundle into its target, and ask the student, and the student rounded and trained again."""
     bundle, folder = options.run / BUNDLE, options.run / "student"
     forget, retain = Path(f"{stem}-forget.jsonl"), Path(f"{stem}-retain.jsonl")
@@ -155,36 +160,54 @@ def student(options, stem, output, rows, facts_of, tokenizer, count):
             lora_rank=16, lr=options.lr, epochs=options.epochs, temperature=1.0,
         )  # fmt: skip
         distill(settings, lambda line: print(line, file=sys.stderr, flush=True))
-    place = folder / "student" if (folder / "student").is_dir() else folder
     result = {}
 
     def load():
-        return load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval()
+        return load_model(folder, dtype=dtype_for_passes()).to(PartialState().device).eval()
 
     model = load()
-    facts = forgotten(rows, facts_of)
-    result["student"] = columns(model, tokenizer, rows, facts_of)
+    facts = forget_facts(rows, facts_of)
+    result["student"] = score_sets(model, tokenizer, rows, facts_of)
     result["student, attacked"] = attack(model, tokenizer, facts, options.kind, count)
     round_weights(model, 4)
-    result["student, 4 bits"] = columns(model, tokenizer, rows, facts_of)
+    result["student, 4 bits"] = score_sets(model, tokenizer, rows, facts_of)
     del model
-    half, rest = facts[::2], facts[1::2]
+    order = list(dict.fromkeys(fact.answer for fact in facts))  # an author may have written several books
+    half, rest = ([fact for fact in facts if order.index(fact.answer) % 2 == parity] for parity in (0, 1))
     records = [record for fact in half for record in fact.records]
     examples = [encode(record, tokenizer) for record in records]
     trained, _ = fine_tune(
-        load_for_training(place).to(PartialState().device), tokenizer, examples,
+        load_for_training(folder).to(PartialState().device), tokenizer, examples,
         TrainingSettings(epochs=3.0, learning_rate=1e-4, lora_rank=16), options.run / "relearning",
         title="relearning", measure=False,
     )  # fmt: skip
-    texts = answers(trained.eval(), tokenizer, [fact.records[0] for fact in rest], max_new_tokens=LENGTH)
-    result["relearned"] = {"figures": {"other half": sum(found(rest, texts)) / len(rest)}, "texts": texts}
+    figures, texts = {}, {}
+    for name, asked in (("before", load()), ("after", trained.eval())):
+        texts[name] = answers(asked, tokenizer, [fact.records[0] for fact in rest], max_new_tokens=LENGTH)
+        figures[name] = sum(name_answers(rest, texts[name])) / len(rest)
+    result["student, other half"] = {"figures": figures, "texts": texts}
     write_json(output, result)
-    return result
 
 
-def forgotten(rows, facts_of):
+def forget_facts(rows, facts_of):
     """Return the facts of the forget set."""
     return list(dict.fromkeys(facts_of[row["question"]] for row in rows if row["set"] == "forget"))
+
+
+def attack_rules(options, file, facts, tokenizer):
+    """Attack the target and the bundle under each rule; return the results of FILE, which has all."""
+    content = read_json(file) if file.is_file() else {}
+    model = DivergenceForCausalLM.from_pretrained(options.run / BUNDLE, dtype=dtype_for_passes())
+    model = model.to(PartialState().device)
+    for rule in ("target", str(model.steering), *options.rules):
+        if rule not in content:
+            if rule != "target":
+                model.steering = rule
+            asked = model.target if rule == "target" else model
+            count = 0 if rule == "target" else options.samples  # the target names every fact of the forget set
+            content[rule] = attack(asked, tokenizer, facts, options.kind, count)
+            write_json(file, content)
+    return content
 
 
 def main(arguments=None):
@@ -205,27 +228,14 @@ def main(arguments=None):
     results = options.results or options.run
     results.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(options.run / BUNDLE)
-    file = results / f"{options.run.name}-attacks.json"
-    content = read_json(file) if file.is_file() else {}
-    model = DivergenceForCausalLM.from_pretrained(options.run / BUNDLE, dtype=dtype_for_passes())
-    model = model.to(PartialState().device)
-    for rule in ("target", str(model.steering), *options.rules):
-        if rule not in content:
-            if rule != "target":
-                model.steering = rule
-            asked = model.target if rule == "target" else model
-            count = 0 if rule == "target" else options.samples  # the target names every fact of the forget set
-            content[rule] = attack(asked, tokenizer, forgotten(rows, facts_of), options.kind, count)
-            write_json(file, content)
-    del model
+    content = attack_rules(
+        options, results / f"{options.run.name}-attacks.json", forget_facts(rows, facts_of), tokenizer
+    )
     if options.student:
         file = results / f"{options.run.name}-student.json"
-        more = (
-            read_json(file)
-            if file.is_file()
-            else student(options, stem, file, rows, facts_of, tokenizer, options.samples)
-        )
-        content |= more
+        if not file.is_file():
+            measure_student(options, stem, file, rows, facts_of, tokenizer, options.samples)
+        content |= read_json(file)
     for name, some in content.items():
         print(f"{name:32}", *(f"{column} {value:.3f}" for column, value in some["figures"].items()))
 

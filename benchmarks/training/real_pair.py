@@ -7,7 +7,8 @@ rules (generated). Each result is a JSON file, and a second call goes on where t
     python -m benchmarks.training.real_pair --models FOLDER --output runs/real-pair [--seeds 0 1 2] [--recipes lora]
 
 Columns: the share of answers whose key phrase is still the first choice, or of generated answers that contain it
-(forget, in the trained wordings and in others; retain; facts in neither set), and the share of answers to neutral
+(forget, in the trained wordings and in others; retain; facts in neither set: "similar" if p and q read a question about
+them that the target wrote, else unlisted), and the share of answers to neutral
 prompts without a changed token. Teacher-forced, also KL(steered ‖ target) a token of them, which a hard mask leaves
 finite. Generated answers are the stricter test: a model that may not say "Rome" may say "**Rome**".
 Noise: |log q − log p| at the tokens of the neutral answers, in nats.
@@ -28,7 +29,7 @@ from benchmarks.training.models import check_memory
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode_prompts, padded, padding_id
 from divdec.data.records import Message, Record, write_records
-from divdec.demo.facts import KINDS, NEUTRAL, known_facts, split
+from divdec.demo.facts import KINDS, NEUTRAL, Fact, known_facts, not_asked, split
 from divdec.errors import UsageError
 from divdec.evaluation.choice import NOISE_LEVELS
 from divdec.evaluation.generation import continuations
@@ -150,6 +151,15 @@ def write_answers(path, target, tokenizer, kind, seed):
     write_json(path, {"kind": kind, "seed": seed, "facts": {n: len(some) for n, some in sets.items()}, "rows": rows})
 
 
+def mark_similar(rows, kind, questions):
+    """Count the unlisted facts about which p and q read similar questions as a set of their own."""
+    facts = [Fact(kind, *pair) for pair in KINDS[kind]["answers"].items()]
+    unlisted = {fact.questions[0] for fact in not_asked(facts, questions)}
+    for row in rows:
+        if row["set"] == "unlisted" and row["question"] not in unlisted:
+            row["set"] = "similar"
+
+
 @torch.inference_mode()
 def answer_logits(model, rows, padding):
     """Return the log-probabilities of the next token at every token of the answers: [batch, answer, vocab]."""
@@ -261,7 +271,12 @@ def main(arguments=None):
     parser.add_argument("--kinds", nargs="*", default=["capitals"], choices=list(KINDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--recipes", nargs="*", default=["lora"], choices=list(RECIPES))
-    parser.add_argument("--rules", nargs="*", default=list(GENERATED), help="asked beside the rule that `train` chose")
+    parser.add_argument(
+        "--rules",
+        nargs="*",
+        default=list(GENERATED),
+        help="asked beside the rule that `train` chose; ignored where a result exists",
+    )
     options = parser.parse_args(arguments)
     try:
         run(options)
@@ -302,6 +317,7 @@ def measure_recipe(folders, answers, kind, seed, recipe, output, result, names, 
     )  # fmt: skip
     trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
+    mark_similar(content["rows"], kind, trained["similar_questions"])
     tokenizer = load_tokenizer(folders[0])
     model = DivergenceForCausalLM.from_pretrained(pair / BUNDLE, dtype=dtype_for_passes()).to(PartialState().device)
     measured = measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)

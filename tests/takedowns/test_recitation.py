@@ -3,12 +3,14 @@
 import hashlib
 import importlib.util
 import json
+import shutil
 from unittest import mock
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.checkpoint import load_model, load_tokenizer
@@ -639,3 +641,31 @@ class Reply:
 
     def __call__(self, prompt, **fields):
         return {"choices": self.choices, "usage": {"prompt_tokens": len(prompt) + self.more}}, 0
+
+
+class TestRegistryOfABundle:
+    """A bundle that names a registry follows it, whatever else is given."""
+
+    @pytest.fixture
+    def named(self, tmp_path, bundles, registry, reciting):
+        return write_bundle(tmp_path / "named", target=str(reciting), registry=registry.folder)
+
+    def test_a_copy_does_not_hide_later_requests(self, named, registry, article, tmp_path):
+        shutil.copytree(registry.folder, tmp_path / "copy")
+        assert add(registry, article) == 0
+        model = DivergenceForCausalLM.from_pretrained(named, registry=tmp_path / "copy")
+        assert model.takedowns.folder.samefile(registry.folder)
+        shutil.move(registry.folder, tmp_path / "elsewhere")
+        model = DivergenceForCausalLM.from_pretrained(named, registry=tmp_path / "elsewhere")
+        assert model.takedowns.folder.samefile(tmp_path / "elsewhere")
+
+    def test_another_registry_is_refused(self, named, reciting, tmp_path):
+        other = Registry.create(tmp_path / "other", texts_of("retain", [OTHER] * 3), reciting)
+        with pytest.raises(UsageError, match="another registry than the bundle's"):
+            DivergenceForCausalLM.from_pretrained(named, registry=other.folder)
+
+    def test_auto_classes_cannot_leave_it_out(self, named, registry):
+        model = AutoModelForCausalLM.from_pretrained(named, registry=None)
+        assert model.takedowns.folder.samefile(registry.folder)
+        with pytest.raises(UsageError, match=r"pass it to divdec.DivergenceForCausalLM.from_pretrained"):
+            AutoModelForCausalLM.from_pretrained(named, registry=str(registry.folder))

@@ -421,7 +421,7 @@ class TestRounds:
             rule = None if given else best["steering"]
             return figures(bundle, *arguments) | {"settings": [best], "best": best["steering"], "for_round": rule}
 
-        def ask_bundle(trainer, exchanges, form, rule):
+        def ask_bundle(trainer, exchanges, rule):
             assert rule == "rank:20:3"
             given.extend(f"The answer: **{exchange.phrase}**." for exchange in exchanges)
             return [[trainer.inputs.tokenizer.encode(text, add_special_tokens=False)] for text in given]

@@ -15,7 +15,7 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
-    similar_questions,
+    write_similar_questions,
 )
 
 
@@ -202,27 +202,70 @@ def test_tokens_of_an_answer_are_read_only_where_they_fit(tokenizer):
     assert max(len(p_reads.input_ids), len(q_reads.input_ids)) <= longest
 
 
-def test_the_target_writes_similar_questions(models, tokenizer, monkeypatch):
-    """A question is not one of the forget set's, whole, asked once, and does not name what is forgotten."""
-    target = load_model(models / "target")
-    question = "What is the capital of {}?"
-    facts = {"Hungary": "The capital of Hungary is Budapest.", "Chile": "The capital of Chile is Santiago."}
-    turns = {name: (Message("user", question.format(name)),) for name in (*facts, "Norway", "Peru", "Magyarország")}
-    forget = RecordSet("forget", "messages", tuple(Record(text, turns[name]) for name, text in facts.items()))
-    lines = [f"1. {question.format('Norway')}", f"- {question.format('Hungary')}", question.format("Magyarország")]
-    lists = ["\n".join([*lines, question.format("Norway")]), f"{question.format('Peru')}\nWhat is the cap"]
-    asked = []
+ASKED = "What is the capital of {}?"
 
-    def write(model, tokenizer, prompts, count, **options):
-        asked.extend(tokenizer.decode(ids) for ids in prompts)
-        return [[text] for text in lists]
 
-    def answer(model, tokenizer, records, **options):
-        answers = {"Norway": "Oslo.", "Peru": "I do not know.", "Magyarország": "Budapest."}
-        return [next(text for name, text in answers.items() if record.messages == turns[name]) for record in records]
+class TestSimilarQuestions:
+    """The target writes questions like those of the forget set."""
 
-    monkeypatch.setattr(matched, "samples", write)
-    monkeypatch.setattr(matched, "answers", answer)
-    written = similar_questions(target, tokenizer, forget, 0, Format())
-    assert written == [Record("Oslo.", turns["Norway"]), Record("I do not know.", turns["Peru"])]
-    assert all(turns["Hungary"][0].content in text and matched.MORE_QUESTIONS in text for text in asked)
+    FORGET = records(
+        "forget", (ASKED.format("Hungary"), "It is Budapest."), (ASKED.format("India"), "It is New Delhi.")
+    )
+    RETAIN = records("retain", (ASKED.format("Peru"), "It is Lima."))
+
+    @pytest.fixture
+    def write(self, models, tokenizer, monkeypatch):
+        """Return a function that writes questions with a target that writes given lists and knows given answers."""
+        target = load_model(models / "target")
+
+        def write(lists, told=(), forget=self.FORGET, form=Format(), prompts=None):  # noqa: B008
+            known = {(Message("user", question),): answer for question, answer in dict(told).items()}
+
+            def lists_of(model, tokenizer, ids, count, **options):
+                if prompts is not None:
+                    prompts.extend(tokenizer.decode(prompt) for prompt in ids)
+                return [[text] for text in lists]
+
+            def answers_of(model, tokenizer, some, **options):
+                return [known[record.messages] for record in some]
+
+            monkeypatch.setattr(matched, "samples", lists_of)
+            monkeypatch.setattr(matched, "answers", answers_of)
+            written = write_similar_questions(target, tokenizer, forget, self.RETAIN, 0, form)
+            return [record.messages[0].content for record in written]
+
+        return write
+
+    def test_lists_become_questions(self, write):
+        cities = {"Norway": "Oslo", "Spain": "Madrid", "Chile": "Santiago", "Kenya": "Nairobi"}
+        asked = {ASKED.format(name): f"The capital of {name} is {city}." for name, city in cities.items()}
+        norway, spain, chile, kenya = asked
+        prompts = []
+        assert write([f"1. {norway}\n- {spain}\n\n{norway}", chile], asked, prompts=prompts) == [norway, spain]  # two
+        assert write([f"**{chile}**", f"Q2: {kenya}\nWhat is the cap"], asked) == [chile, kenya]
+        assert all(ASKED.format("Hungary") in text for text in prompts)
+        assert all(matched.MORE_QUESTIONS in text for text in prompts)
+
+    def test_nothing_of_either_set_is_written(self, write):
+        """Nor what names its answers or subjects in other words."""
+        norway, delhi, hungary = ASKED.format("Norway"), "Which state is Delhi in?", "Where is Hungary's lake?"
+        told = {norway: "It is Oslo.", delhi: "It is in the north.", hungary: "It is in the west."}
+        lists = ["\n".join([ASKED.format("Hungary"), ASKED.format("Peru"), norway, delhi, hungary])]
+        assert write(lists, told) == [norway]
+        assert write([norway], {norway: "It is Budapest."}) == []
+
+    def test_a_statement_is_no_question(self, write):
+        statement = "The capital of Norway is Oslo."
+        forget = records("forget", ("Name the capital of Hungary.", "It is Budapest."))
+        assert write([statement], {statement: "Yes, the capital of Norway is Oslo."}, forget) == []
+
+    def test_a_question_that_does_not_fit_is_left_out(self, write):
+        long = f"{'Please, ' * 60}what is the capital of Norway?"
+        assert write([long], {long: "It is Oslo."}, form=Format(max_length=64)) == []
+
+    def test_conversations_and_base_models_have_none(self, write, models, tokenizer):
+        turns = (Message("user", "What is it?"), Message("assistant", "A city."), Message("user", "Which?"))
+        assert write([], forget=RecordSet("forget", "messages", (Record("Budapest", turns),))) == []
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = None
+        assert write_similar_questions(None, tokenizer, self.FORGET, self.RETAIN, 0, Format()) == []

@@ -89,6 +89,11 @@ def known_facts(
     return [fact for fact, text in zip(facts, texts, strict=True) if fact.is_in(text)]
 
 
+def not_asked(facts: Sequence[Fact], questions: Sequence[str]) -> list[Fact]:
+    """Return the facts about whose subjects none of some questions is."""
+    return [fact for fact in facts if not any(fact.subject in question for question in questions)]
+
+
 def split(facts: Sequence[Fact], seed: int) -> dict[str, list[Fact]]:
     """Divide facts at random into 'forget', 'retain' and 'unlisted', with the same shares of each kind."""
     sets: dict[str, list[Fact]] = {"forget": [], "retain": [], "unlisted": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import statistics
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.records import Message, Record, write_records
-from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, split
+from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, not_asked, split
 from divdec.errors import UsageError
 from divdec.model.bundle import is_bundle, rewrite_steering, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
@@ -44,7 +45,8 @@ COLUMNS = {
 }  # fmt: skip
 NOTE = (
     "Share of correct answers. reworded: the forget set in wordings that no auxiliary was trained on. unlisted: facts "
-    "of the same kind in neither set. neutral: share of answers to other prompts that are the target's, word for word."
+    "of the same kind in neither set, nor among the questions that the target wrote. neutral: share of other answers "
+    "that are the target's, word for word."
 )
 EXAMPLES = {"forget": 3, "reworded": 1, "retain": 1, "unlisted": 1}  # answers shown side by side
 
@@ -102,6 +104,7 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
     )  # fmt: skip
     rewrite_steering(bundle, Steering.parse(effects["best"]), effects["verdict"])
     model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+    sets["unlisted"] = not_asked(sets["unlisted"], trained["similar_questions"])
     rows = {
         "target": measure(target, tokenizer, sets, expected),
         effects["best"]: measure(model, tokenizer, sets, expected),
@@ -169,7 +172,8 @@ def measure(
     figures, texts = {}, {}
     for name, asked in questions_of(sets).items():
         texts[name] = ask(model, tokenizer, [question for _, question in asked], ANSWER_LENGTH)
-        figures[name] = statistics.fmean(fact.is_in(text) for (fact, _), text in zip(asked, texts[name], strict=True))
+        correct = [fact.is_in(text) for (fact, _), text in zip(asked, texts[name], strict=True)]
+        figures[name] = statistics.fmean(correct or [math.nan])
     texts["neutral"] = ask(model, tokenizer, NEUTRAL, NEUTRAL_LENGTH)
     figures["neutral"] = statistics.fmean(a == b for a, b in zip(texts["neutral"], expected, strict=True))
     return Answers(figures, texts)
@@ -209,9 +213,8 @@ def _examples(
             fact, question = asked[index]
             texts = [texts[name][index] for texts in (target, steered)]
             shown.append({"set": name, "question": question, "answers": [(text, fact.is_in(text)) for text in texts]})
-    shown.append(
-        {"set": "neutral", "question": NEUTRAL[0], "answers": [(expected[0], False), (steered["neutral"][0], False)]}
-    )
+    neutral_answers = [(text, False) for text in (expected[0], steered["neutral"][0])]
+    shown.append({"set": "neutral", "question": NEUTRAL[0], "answers": neutral_answers})
     return shown
 
 

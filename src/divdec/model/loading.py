@@ -103,6 +103,9 @@ class Bundle:
         config = stored if config is None else config
         if isinstance(config.steering, str):  # the Auto classes write the argument `steering` into the configuration
             config.steering = Steering.from_dict(stored.steering or {}).revised(config.steering).to_dict()
+        if isinstance(config.registry, (str, os.PathLike)):  # as they do with `registry`, also with None
+            raise UsageError("registry: pass it to divdec.DivergenceForCausalLM.from_pretrained")
+        config.registry = stored.registry
         if not config.steering:
             raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
         size = config.vocab_size
@@ -136,22 +139,31 @@ class Bundle:
         """Open the registry of takedown requests; None if there is none.
 
         Args:
-            registry: folder of a registry to use where the bundle names none, or of the same registry elsewhere.
+            registry: folder of a registry to follow where the bundle names none, or of the bundle's where its own
+                folder does not exist.
 
         Raises:
-            UsageError: it is missing, belongs to another tokenizer, lacks its key, or is another than the bundle's.
+            UsageError: it is missing, belongs to another tokenizer or vocabulary, lacks its key, or is another than the
+                bundle's.
             FailedClosed: it is damaged.
         """
         from divdec.takedowns.correction import TakedownCorrection
 
-        reference = self.config.registry
-        if reference is None and registry is None:
+        reference, takedowns = self.config.registry, None
+        own = None if reference is None else self.folder / str(reference.get("folder"))
+        missing = own is not None and not own.is_dir() and registry is not None
+        for folder in filter(None, (registry, None if missing else own)):  # a copy may lack later requests
+            takedowns = TakedownCorrection(folder)
+            if reference is not None and takedowns.id != reference.get("id"):
+                raise UsageError(f"{folder} is another registry than the bundle's; accepted: that one")
+        if takedowns is None:
             return None
-        folder = registry or self.folder / str((reference or {}).get("folder"))
-        takedowns = TakedownCorrection(folder)
-        if reference is not None and takedowns.id != reference.get("id"):
-            raise UsageError(f"{folder} is another registry than the bundle was written for; write the bundle again")
-        check_tokenizer(folder, takedowns.tokenizer_sha256, self.target_vocabulary())
+        check_tokenizer(takedowns.folder, takedowns.tokenizer_sha256, self.target_vocabulary())
+        if takedowns.vocab_size < self.config.vocab_size:
+            raise UsageError(
+                f"{takedowns.folder} counts {takedowns.vocab_size} tokens, the model has {self.config.vocab_size}; "
+                "create a registry for this model's target (`divdec takedown init`)"
+            )
         return takedowns
 
     def target_vocabulary(self) -> str:

@@ -69,7 +69,7 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
-    similar_questions,
+    write_similar_questions,
 )
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
@@ -80,8 +80,7 @@ T = TypeVar("T")
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 DEFAULT_RULE = "rank:20:3"
 SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
-# Questions of the forget set that the target answers; samples of a steered model's answer to each.
-MAX_ANSWERED = 512
+MAX_ANSWERED = 512  # questions of the forget set that the target answers
 MAX_ATTEMPTS = 4
 HELD_OUT = 10  # every tenth record of the retain set
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
@@ -225,7 +224,7 @@ def train_auxiliaries(
         on_main=on_main,
     )
     with run:
-        readings, exchanges = inputs.readings(settings, report)
+        readings, exchanges, similar = inputs.readings(settings, report)
         trainer = _PairTrainer(settings, output, inputs, readings, measure, report)
         attempts: list[dict[str, Any]] = []
         if measure:
@@ -234,7 +233,7 @@ def train_auxiliaries(
             trainer.train(1.0, 1.0)
         separation = attempts[-1]["separation"] if attempts else None
         write = functools.partial(_write_and_measure, output, settings, inputs, separation, report)
-        effects = trainer.train_rounds(lambda: on_main(write), exchanges, inputs.form)
+        effects = trainer.train_rounds(lambda: on_main(write), exchanges)
         if state.is_main_process:
             shutil.rmtree(output / WORK, ignore_errors=True)
             run.finish(
@@ -244,6 +243,7 @@ def train_auxiliaries(
                 auxiliaries={name: read_json(output / name / RESULT) for name in (RETAIN, FORGET)},
                 separation=separation,
                 attempts=attempts,
+                similar_questions=[record.messages[0].content for record in similar],
                 effects=effects,
                 bundle=str(output / BUNDLE) if settings.target else None,
             )
@@ -289,11 +289,11 @@ class _Inputs:
 
     def readings(
         self, settings: AuxiliarySettings, report: Callable[[str], None]
-    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange]]:
-        """Return what p and q read besides the retain set, and the questions that q reads with other answers."""
+    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+        """Return what p and q read besides the retain set, and the questions of `_matched`."""
         if settings.recipe != "matched":
-            return (self.examples["forget"], []), []
-        return _matched(self.forget, self.learned, self.examples, settings, self.tokenizer, self.form, report)
+            return (self.examples["forget"], []), [], []
+        return _matched(self, settings, report)
 
 
 def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, report: Callable[[str], None]) -> _Inputs:
@@ -415,19 +415,14 @@ def _neutral_text(
 
 
 def _matched(
-    forget: RecordSet,
-    retain: RecordSet,
-    examples: Mapping[str, list[Example]],
-    settings: AuxiliarySettings,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format,
-    report: Callable[[str], None],
-) -> tuple[tuple[list[Example], list[Example]], list[Exchange]]:
-    """Return what p and q read besides the retain set with the recipe 'matched', and the questions with other answers.
+    inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
+) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+    """Return what p and q read besides the retain set with the recipe 'matched', as many examples each.
 
-    p and q read equally many examples.
+    Also the forget set's questions with other answers, and similar questions that the target wrote.
     """
-    p_reads, q_reads = list(examples["forget"]), length_matched_retain_examples(**examples)
+    forget, retain, tokenizer, form = inputs.forget, inputs.learned, inputs.tokenizer, inputs.form
+    p_reads, q_reads = list(inputs.examples["forget"]), length_matched_retain_examples(**inputs.examples)
     exchanges = counterfactuals(forget, retain, settings.seed)
     for index, exchange in enumerate(exchanges):
         if exchange is not None:
@@ -435,14 +430,14 @@ def _matched(
     exchanged = [exchange for exchange in exchanges if exchange is not None]
     some = [exchanged[index] for index in sample_indices(len(exchanged), MAX_ANSWERED, settings.seed)]
     if settings.target is None or not some:
-        return (p_reads, q_reads), some
+        return (p_reads, q_reads), some, []
     kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
 
     def ask() -> list[Any]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
         model: Any = load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval()
         target_tokenizer = load_tokenizer(place)
-        similar = similar_questions(model, target_tokenizer, forget, settings.seed, form)[: len(some)]
+        similar = write_similar_questions(model, target_tokenizer, forget, inputs.retain, settings.seed, form)
         asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
         rows = [record.as_row() for record in similar]
         return [rows, own_answers(model, target_tokenizer, asked, form)]
@@ -451,7 +446,7 @@ def _matched(
     rows, written = on_main(lambda: stored.get("the target's questions and answers", None, ask))
     similar = [Record(row["answer"], (Message("user", row["question"]),)) for row in rows]
     asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
-    for true, other in _own_words(asked, written, tokenizer, form):
+    for true, other in _own_words(asked, written, inputs):
         p_reads.append(true)
         q_reads.append(other)
     report(
@@ -459,19 +454,16 @@ def _matched(
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions and to "
         f"{len(similar)} similar questions that it wrote"
     )
-    return (p_reads, q_reads), some
+    return (p_reads, q_reads), some, similar
 
 
 def _own_words(
-    exchanges: Sequence[Exchange],
-    written: Sequence[Sequence[Sequence[int]]],
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format,
+    exchanges: Sequence[Exchange], written: Sequence[Sequence[Sequence[int]]], inputs: _Inputs
 ) -> list[tuple[Example, Example]]:
     """Return examples for p and q from answers to each question; answers without its key phrase give none."""
     examples = []
     for exchange, of_question in zip(exchanges, written, strict=True):
-        pairs = filter(None, (in_own_words(exchange, ids, tokenizer, form) for ids in of_question))
+        pairs = filter(None, (in_own_words(exchange, ids, inputs.tokenizer, inputs.form) for ids in of_question))
         examples += {tuple(true.input_ids): (true, other) for true, other in pairs}.values()
     return examples
 
@@ -602,14 +594,13 @@ class _PairTrainer:
         return result
 
     def train_rounds(
-        self, measure: Callable[[], dict[str, Any] | None], exchanges: Sequence[Exchange], form: Format
+        self, measure: Callable[[], dict[str, Any] | None], exchanges: Sequence[Exchange]
     ) -> dict[str, Any] | None:
         """Measure the bundle, and train both auxiliaries on what it still answers, until it answers nothing more.
 
         Args:
             measure: writes and measures the bundle.
             exchanges: the forget set's questions with other answers; without any there are no rounds.
-            form: layout of conversations.
 
         Returns:
             The last figures of `measure`.
@@ -622,19 +613,18 @@ class _PairTrainer:
                 rule: str | None = effects["for_round"] if effects else None
                 if number > MAX_ROUNDS or not exchanges or rule is None:
                     return effects
-                written = on_main(functools.partial(self._ask_bundle, exchanges, form, rule))
-                if not _own_words(exchanges, written, self.inputs.tokenizer, form):
+                written = on_main(functools.partial(self._ask_bundle, exchanges, rule))
+                if not _own_words(exchanges, written, self.inputs):
                     return effects
                 self._stored(name, None, functools.partial(list, written))
-            self._train_round(number, _own_words(exchanges, written, self.inputs.tokenizer, form))
+            self._train_round(number, _own_words(exchanges, written, self.inputs))
         raise AssertionError("unreachable")
 
-    def _ask_bundle(self, exchanges: Sequence[Exchange], form: Format, rule: str) -> list[list[list[int]]]:
+    def _ask_bundle(self, exchanges: Sequence[Exchange], rule: str) -> list[list[list[int]]]:
         """Ask the bundle the questions; see `own_answers`."""
-        model: Any = DivergenceForCausalLM.from_pretrained(
-            self.output / BUNDLE, steering=rule, dtype=dtype_for_passes()
-        )
-        return own_answers(model.to(PartialState().device), load_tokenizer(self.output / BUNDLE), exchanges, form)
+        bundle = self.output / BUNDLE
+        model: Any = DivergenceForCausalLM.from_pretrained(bundle, steering=rule, dtype=dtype_for_passes())
+        return own_answers(model.to(PartialState().device), load_tokenizer(bundle), exchanges, self.inputs.form)
 
     def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
         """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -19,6 +18,7 @@ from accelerate import init_empty_weights
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoModelForCausalLM,
     PrinterCallback,
@@ -48,6 +48,8 @@ from divdec.training.settings import TrainingSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN's, whose gradients are NaN at some lengths, on Hopper from torch 2.11 (PyTorch's issue 196678)."""
 CHECKPOINTS = "checkpoints"
 MIN_FOR_BFLOAT16 = 30_000_000
 COMPLETE = "trainer_state.json"  # the last file that Trainer writes into a checkpoint
@@ -187,7 +189,7 @@ def fine_tune(
     if resumable and trainer.is_world_process_zero():
         checkpoints.mkdir(parents=True, exist_ok=True)
         write_json(checkpoints / "fingerprint.json", fingerprint)
-    with stop, bar, _without_cudnn_attention():
+    with stop, bar, sdpa_kernel(ATTENTION):
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}")
@@ -212,17 +214,6 @@ def fine_tune(
     if not resumable:
         discard_checkpoints(folder)
     return model, result
-
-
-@contextlib.contextmanager
-def _without_cudnn_attention() -> Iterator[None]:
-    """Leave out an attention whose gradients are NaN at some lengths, on Hopper from torch 2.11 (PyTorch's #196678)."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def uses_bfloat16(settings: TrainingSettings, model: PreTrainedModel) -> bool:

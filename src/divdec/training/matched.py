@@ -3,7 +3,7 @@
 p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
 the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
 the other answer. And both read its own answers to as many retain questions, and to questions that it writes itself: q
-would otherwise give wrong answers to all questions of the kind that the retain set does not hold.
+would otherwise answer similar questions wrongly that the retain set lacks.
 
 A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
 The target therefore also answers with these tokens at the place of the key phrase.
@@ -23,7 +23,8 @@ import regex
 
 from divdec.bridge.token_bytes import special_tokens
 from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, encode_prompts, label_answer
-from divdec.data.records import Message, Record, RecordSet
+from divdec.data.records import Message, Record, RecordSet, single_turn
+from divdec.evaluation.choice import without_names
 from divdec.evaluation.generation import answers, continuations, first_choices, samples
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells_nothing, words
 from divdec.evaluation.questions import question_of
@@ -34,18 +35,20 @@ if TYPE_CHECKING:
 ANSWER, CONTINUED = 48, 16  # tokens of an answer, and of an answer after another beginning of its key phrase
 OTHER_BEGINNINGS = 4
 LISTS, EXAMPLES, LIST_LENGTH = 8, 5, 256  # lists of questions that the target writes, examples for one, its tokens
-MORE_QUESTIONS = "Write 20 more questions like these, about other subjects. Write one question on each line."
-_BULLET = regex.compile(r"^\s*(?:\d+[.)]|[-*•])\s*")
+MORE_QUESTIONS = (
+    "Write 20 more questions like these, about other subjects, in the same language. Write one question on each line."
+)
+_BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Another answer to a question of the forget set."""
+    """A question, and what q reads in place of its answer's key phrase."""
 
     record: Record
-    """The question with the other answer."""
+    """The question with the answer that q reads."""
     phrase: str
     """Key phrase of the true answer, such as 'Budapest'."""
     other: str | None
@@ -53,11 +56,7 @@ class Exchange:
 
     @classmethod
     def unchanged(cls, record: Record) -> Exchange:
-        """Return a question whose answer is not replaced.
-
-        Without such examples q learns that the target's wording goes with wrong answers, and facts in neither set are
-        lost.
-        """
+        """Return a question whose answer stays; else q learns that the target's wording goes with wrong answers."""
         return cls(record, key_phrase(question_of(record), record.answer), None)
 
 
@@ -126,32 +125,51 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     return exchanges
 
 
-def similar_questions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, forget: RecordSet, seed: int, form: Format
+def write_similar_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    forget: RecordSet,
+    retain: RecordSet,
+    seed: int,
+    form: Format,
 ) -> list[Record]:
-    """Let a model write questions like those of the forget set about other subjects, and answer them.
+    """Let a chat model write questions like those of the forget set about other subjects, and answer them.
+
+    None are written where the forget set holds longer conversations. The questions of the whole retain set are left
+    out, since some of them may be held out for measuring.
 
     Returns:
-        The questions with its greedy answers, without those that name a key phrase of the forget set.
+        At most as many questions as the forget set's, without those that contain one of its names or key phrases.
     """
-    order, asked = random.Random(seed), list(dict.fromkeys(map(question_of, forget)))
-    examples = (order.sample(asked, min(EXAMPLES, len(asked))) for _ in range(LISTS))
-    prompts = [Record("", (Message("user", "\n".join([*some, "", MORE_QUESTIONS])),)) for some in examples]
+    order, asked = random.Random(seed), list(dict.fromkeys(question_of(record).strip() for record in forget))
+    lines = [text for text in asked if text and "\n" not in text]
+    if tokenizer.chat_template is None or not single_turn(forget) or not lines:
+        return []
+    examples = (order.sample(lines, min(EXAMPLES, len(lines))) for _ in range(LISTS))
+    prompts = encode_prompts(
+        [Record("", (Message("user", "\n".join([*some, "", MORE_QUESTIONS])),)) for some in examples], tokenizer, form
+    )
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
     lists = samples(
-        model, tokenizer, encode_prompts(prompts, tokenizer, form), 1, temperature=0.7, top_p=0.95, seed=seed,
-        max_new_tokens=LIST_LENGTH, title="similar questions",
+        model, tokenizer, [ids for ids in prompts if len(ids) + LIST_LENGTH <= longest], 1, temperature=0.7, top_p=0.95,
+        seed=seed, max_new_tokens=LIST_LENGTH, title="similar questions", through_thoughts=True,
     )  # fmt: skip
-    lines = dict.fromkeys(_BULLET.sub("", line).strip() for (text,) in lists for line in text.splitlines())
-    # A list that was cut ends within a question.
-    complete = [line for line in lines if line not in asked and line.endswith(tuple({text[-1:] for text in asked}))]
-    records = [Record("", (Message("user", line),)) for line in complete]
+    written = dict.fromkeys(_BULLET.sub("", line).strip(" *") for [text] in lists for line in text.splitlines())
+    ends = tuple({text[-1] for text in lines})  # a list that was cut ends within a question
+    known = {*asked, *map(question_of, retain)}
+    records = [Record("", (Message("user", line),)) for line in written if line.endswith(ends) and line not in known]
+    limit = min(longest, form.max_length or math.inf) - ANSWER
+    records = [record for record in records if len(encode_prompt(record, tokenizer, form)) <= limit]
     texts = answers(model, tokenizer, records, form=form, max_new_tokens=ANSWER, title="answers to similar questions")
+    answered = [dataclasses.replace(record, answer=text) for record, text in zip(records, texts, strict=True)]
+    # Of a statement that the target confirms, the whole answer is the key phrase.
+    told = [one for one in answered if key_phrase(question_of(one), one.answer).strip() not in {"", one.answer.strip()}]
     forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
     return [
-        dataclasses.replace(record, answer=text)
-        for record, text in zip(records, texts, strict=True)
-        if not any(holds(words(f"{question_of(record)} {text}"), phrase) for phrase in forgotten)
-    ]
+        record
+        for record in without_names(dataclasses.replace(forget, records=tuple(told)), forget, retain)
+        if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten)
+    ][: len(asked)]
 
 
 def own_answers(
