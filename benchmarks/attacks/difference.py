@@ -213,8 +213,9 @@ def attacked(options, bundle, tokenizer):
                 folder, texts_of("retain", [one.answer for one in retain]), bundle.paths["target"]
             )
             registry.add("facts", texts_of("facts", sorted({one.answer for one in forget})))
-        model = plain(bundle.paths["target"])
-        return DivergenceForCausalLM(model.config, model.target, model.experts, TakedownCorrection(folder)).eval()
+        return DivergenceForCausalLM.from_experts(
+            load(bundle.paths["target"]), None, takedowns=TakedownCorrection(folder)
+        )
 
     models = {rule: lambda rule=rule: steered(rule) for rule in options.rules}
     models |= {"n-grams": with_ngrams, "registry": with_takedowns}
