@@ -150,9 +150,9 @@ class Bundle:
         from divdec.takedowns.correction import TakedownCorrection
 
         reference, takedowns = self.config.registry, None
-        own = None if reference is None else self.folder / str(reference.get("folder"))
-        missing = own is not None and not own.is_dir() and registry is not None
-        for folder in filter(None, (registry, None if missing else own)):  # a copy may lack later requests
+        named = None if reference is None else self.folder / str(reference.get("folder"))
+        missing = named is not None and not named.is_dir() and registry is not None
+        for folder in filter(None, (registry, None if missing else named)):  # a copy may lack later requests
             takedowns = TakedownCorrection(folder)
             if reference is not None and takedowns.id != reference.get("id"):
                 raise UsageError(f"{folder} is another registry than the bundle's; accepted: that one")

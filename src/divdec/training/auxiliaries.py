@@ -435,12 +435,11 @@ def _matched(
 
     def ask() -> list[Any]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
-        model: Any = load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval()
-        target_tokenizer = load_tokenizer(place)
+        model: Any = load_model(place, dtype=dtype_for_passes())
+        model, target_tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
         similar = write_similar_questions(model, target_tokenizer, forget, inputs.retain, settings.seed, form)
         asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
-        rows = [record.as_row() for record in similar]
-        return [rows, own_answers(model, target_tokenizer, asked, form)]
+        return [[record.as_row() for record in similar], own_answers(model, target_tokenizer, asked, form)]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
     rows, written = on_main(lambda: stored.get("the target's questions and answers", None, ask))

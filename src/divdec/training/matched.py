@@ -133,10 +133,9 @@ def write_similar_questions(
     seed: int,
     form: Format,
 ) -> list[Record]:
-    """Let a chat model write questions like those of the forget set about other subjects, and answer them.
+    """Let a chat model write questions like those of a forget set without longer conversations, and answer them.
 
-    None are written where the forget set holds longer conversations. The questions of the whole retain set are left
-    out, since some of them may be held out for measuring.
+    Those of the whole retain set are left out, since some of them may be held out for measuring.
 
     Returns:
         At most as many questions as the forget set's, without those that contain one of its names or key phrases.
@@ -163,11 +162,14 @@ def write_similar_questions(
     texts = answers(model, tokenizer, records, form=form, max_new_tokens=ANSWER, title="answers to similar questions")
     answered = [dataclasses.replace(record, answer=text) for record, text in zip(records, texts, strict=True)]
     # Of a statement that the target confirms, the whole answer is the key phrase.
-    told = [one for one in answered if key_phrase(question_of(one), one.answer).strip() not in {"", one.answer.strip()}]
+    phrases = [key_phrase(question_of(record), record.answer).strip() for record in answered]
+    facts = [
+        record for record, phrase in zip(answered, phrases, strict=True) if phrase not in {"", record.answer.strip()}
+    ]
     forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
     return [
         record
-        for record in without_names(dataclasses.replace(forget, records=tuple(told)), forget, retain)
+        for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain)
         if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten)
     ][: len(asked)]
 
