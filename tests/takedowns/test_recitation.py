@@ -659,6 +659,10 @@ class TestRegistryOfABundle:
         model = DivergenceForCausalLM.from_pretrained(named, registry=tmp_path / "elsewhere")
         assert model.takedowns.folder.samefile(tmp_path / "elsewhere")
 
+    def test_an_empty_name_is_no_registry(self, bundles):
+        with pytest.raises(UsageError, match="divdec takedown init"):
+            DivergenceForCausalLM.from_pretrained(bundles["linear:0"], registry="")
+
     def test_another_registry_is_refused(self, named, reciting, tmp_path):
         other = Registry.create(tmp_path / "other", texts_of("retain", [OTHER] * 3), reciting)
         with pytest.raises(UsageError, match="another registry than the bundle's"):

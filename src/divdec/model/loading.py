@@ -151,8 +151,9 @@ class Bundle:
 
         reference, takedowns = self.config.registry, None
         named = None if reference is None else self.folder / str(reference.get("folder"))
-        missing = named is not None and not named.is_dir() and registry is not None
-        for folder in filter(None, (registry, None if missing else named)):  # a copy may lack later requests
+        if named is not None and registry is not None and not named.is_dir():
+            named = None  # otherwise it is followed: a copy may lack later requests
+        for folder in [path for path in (registry, named) if path is not None]:
             takedowns = TakedownCorrection(folder)
             if reference is not None and takedowns.id != reference.get("id"):
                 raise UsageError(f"{folder} is another registry than the bundle's; accepted: that one")

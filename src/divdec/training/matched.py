@@ -163,9 +163,7 @@ def write_similar_questions(
     answered = [dataclasses.replace(record, answer=text) for record, text in zip(records, texts, strict=True)]
     # Of a statement that the target confirms, the whole answer is the key phrase.
     phrases = [key_phrase(question_of(record), record.answer).strip() for record in answered]
-    facts = [
-        record for record, phrase in zip(answered, phrases, strict=True) if phrase not in {"", record.answer.strip()}
-    ]
+    facts = [fact for fact, phrase in zip(answered, phrases, strict=True) if phrase not in {"", fact.answer.strip()}]
     forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
     return [
         record
