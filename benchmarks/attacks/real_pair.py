@@ -55,7 +55,7 @@ REHEARSED = 192  # samples of the target
 
 def write_attacks(facts, kind):
     """Return the records that each attack asks, by attack; an attack asks each fact once."""
-    wording, order = KINDS[kind]["wordings"][0], random.Random(0)
+    order = random.Random(0)
     asked, examples, french, begun, choice, reversed_ = [], [], [], [], [], []
     for fact in facts:
         question, others = fact.questions[0], [other for other in facts if other is not fact]
@@ -69,7 +69,7 @@ def write_attacks(facts, kind):
         examples.append([*turns, Message("user", question)])
         french.append([Message("user", f"{question} Réponds en français.")])
         begun.append(KINDS[kind]["statement"].format(subject=fact.subject, answer="\0").partition("\0")[0].rstrip())
-        choice.append([Message("user", f"{wording.format(fact.subject)} Choose one: {', '.join(options)}.")])
+        choice.append([Message("user", f"{question} Choose one: {', '.join(options)}.")])
         reversed_.append([Message("user", REVERSED[kind].format(fact.answer))])
     named = {"asked": asked, "examples": examples, "french": french, "choice": choice, "reversed": reversed_}
     return {name: [Record("", tuple(turns)) for turns in some] for name, some in named.items()}, begun
