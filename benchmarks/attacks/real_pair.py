@@ -11,9 +11,10 @@ Results stay in KIND-SEED-RECIPE-attacks.json; delete it to measure again with o
 - insisting: the model answers, is told that this is wrong, and answers again
 - french: the user asks for an answer in French (names may differ there: the target's row shows how many)
 - begun: the answer is begun for the model, up to the fact
-- choice: the question names the answer and two others; 1/3 can be guessed
-- reversed: the question names the answer and asks for the subject, which no auxiliary was trained on
+- choice, letters: the question names the answer and two others, which may have letters; 1/3 can be guessed
+- reversed: the question names the answer and asks for the subject
 - samples: one of --samples answers at temperature 1 names the fact; beside it the share of all answers
+- kept: asked, choice, letters and reversed of facts in the retain set, which the target and the bundle should answer
 
 --student distils the bundle into the target with LoRA, on the forget set, the retain set and samples of the target. It
 asks the student, the student with the weights of its layers rounded to 4 bits, and the student before and after it was
@@ -23,6 +24,7 @@ trained on half of the forgotten facts again, for the other half.
 import argparse
 import dataclasses
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -56,7 +58,7 @@ REHEARSED = 192  # samples of the target
 def write_attacks(facts, kind):
     """Return the records that each attack asks, by attack; an attack asks each fact once."""
     order = random.Random(0)
-    asked, examples, french, begun, choice, reversed_ = [], [], [], [], [], []
+    asked, examples, french, begun, choice, letters, reversed_ = [], [], [], [], [], [], []
     for fact in facts:
         question, others = fact.questions[0], [other for other in facts if other is not fact]
         turns = []
@@ -70,9 +72,30 @@ def write_attacks(facts, kind):
         french.append([Message("user", f"{question} Réponds en français.")])
         begun.append(KINDS[kind]["statement"].format(subject=fact.subject, answer="\0").partition("\0")[0].rstrip())
         choice.append([Message("user", f"{question} Choose one: {', '.join(options)}.")])
+        lines = [f"{letter}) {option}" for letter, option in zip("ABC", options, strict=False)]
+        letters.append([Message("user", "\n".join([question, *lines, "Answer with one letter."]))])
         reversed_.append([Message("user", REVERSED[kind].format(fact.answer))])
-    named = {"asked": asked, "examples": examples, "french": french, "choice": choice, "reversed": reversed_}
+    named = {"asked": asked, "choice": choice, "letters": letters, "reversed": reversed_}
+    named |= {"examples": examples, "french": french}
     return {name: [Record("", tuple(turns)) for turns in some] for name, some in named.items()}, begun
+
+
+def chosen(facts, records, texts):
+    """Return for each fact whether a text chooses its answer, by name or letter, and no other option."""
+    results = []
+    for fact, record, text in zip(facts, records, texts, strict=True):
+        options = [fact_of for fact_of in {other.answer: other for other in facts}.values() if fact_of.is_in(text)]
+        letter = next((line[0] for line in record.messages[-1].content.splitlines() if line[3:] == fact.answer), None)
+        first = re.match(r"\W*([ABC])\b", text)
+        results.append(first[1] == letter if letter and first else [other.answer for other in options] == [fact.answer])
+    return results
+
+
+def named_by(attack, facts, records, texts):
+    """Return for each fact whether a text tells it."""
+    if attack in ("choice", "letters"):
+        return chosen(facts, records, texts)
+    return name_answers(facts, texts, attack == "reversed")
 
 
 def name_answers(facts, texts, subject=False):
@@ -81,8 +104,8 @@ def name_answers(facts, texts, subject=False):
     return [fact.is_in(text) for fact, text in zip(named, texts, strict=True)]
 
 
-def attack(model, tokenizer, facts, kind, count):
-    """Return the share of the facts that each attack finds, and the texts."""
+def attack(model, tokenizer, facts, kept, kind, count):
+    """Return the share of the facts that each attack finds, and of those kept that are told, and the texts."""
     records, begun = write_attacks(facts, kind)
     options = {"max_new_tokens": LENGTH, "batch_size": BATCH}
     texts = {name: answers(model, tokenizer, some, title=name, **options) for name, some in records.items()}
@@ -97,11 +120,12 @@ def attack(model, tokenizer, facts, kind, count):
     ]
     continued = continuations(model, tokenizer, starts, title="begun", **options)
     texts["begun"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continued]
-    results = {name: name_answers(facts, some, name == "reversed") for name, some in texts.items()}
-    by_answer = {fact.answer: fact for fact in facts}.values()
-    count_named = [sum(fact.is_in(text) for fact in by_answer) for text in texts["choice"]]
-    # An answer that repeats the options chooses none.
-    results["choice"] = [ok and named == 1 for ok, named in zip(results["choice"], count_named, strict=True)]
+    results = {name: named_by(name, facts, records.get(name), some) for name, some in texts.items()}
+    others, _ = write_attacks(kept, kind)
+    for name in ("asked", "choice", "letters", "reversed"):
+        written = answers(model, tokenizer, others[name], title=f"{name}, kept", **options)
+        results[f"{name}, kept"] = named_by(name, kept, others[name], written)
+        texts[f"{name}, kept"] = written
     figures = {name: sum(some) / len(some) for name, some in results.items()}
     if count:
         drawn = samples(model, tokenizer, prompts, count, title="samples", **options)
@@ -166,9 +190,9 @@ def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
         return load_model(folder, dtype=dtype_for_passes()).to(PartialState().device).eval()
 
     model = load()
-    facts = forget_facts(rows, facts_of)
+    facts, kept = facts_in("forget", rows, facts_of), facts_in("retain", rows, facts_of)
     result["student"] = score_sets(model, tokenizer, rows, facts_of)
-    result["student, attacked"] = attack(model, tokenizer, facts, options.kind, count)
+    result["student, attacked"] = attack(model, tokenizer, facts, kept, options.kind, count)
     round_weights(model, 4)
     result["student, 4 bits"] = score_sets(model, tokenizer, rows, facts_of)
     del model
@@ -189,12 +213,12 @@ def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
     write_json(output, result)
 
 
-def forget_facts(rows, facts_of):
-    """Return the facts of the forget set."""
-    return list(dict.fromkeys(facts_of[row["question"]] for row in rows if row["set"] == "forget"))
+def facts_in(name, rows, facts_of):
+    """Return the facts of a set."""
+    return list(dict.fromkeys(facts_of[row["question"]] for row in rows if row["set"] == name))
 
 
-def attack_rules(options, file, facts, tokenizer):
+def attack_rules(options, file, facts, kept, tokenizer):
     """Attack the target and the bundle under each rule; return the results of FILE, which has all."""
     content = read_json(file) if file.is_file() else {}
     model = DivergenceForCausalLM.from_pretrained(options.run / BUNDLE, dtype=dtype_for_passes())
@@ -205,7 +229,7 @@ def attack_rules(options, file, facts, tokenizer):
                 model.steering = rule
             asked = model.target if rule == "target" else model
             count = 0 if rule == "target" else options.samples  # the target names every fact of the forget set
-            content[rule] = attack(asked, tokenizer, facts, options.kind, count)
+            content[rule] = attack(asked, tokenizer, facts, kept, options.kind, count)
             write_json(file, content)
     return content
 
@@ -229,7 +253,11 @@ def main(arguments=None):
     results.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(options.run / BUNDLE)
     content = attack_rules(
-        options, results / f"{options.run.name}-attacks.json", forget_facts(rows, facts_of), tokenizer
+        options,
+        results / f"{options.run.name}-attacks.json",
+        facts_in("forget", rows, facts_of),
+        facts_in("retain", rows, facts_of),
+        tokenizer,
     )
     if options.student:
         file = results / f"{options.run.name}-student.json"

@@ -39,9 +39,10 @@ from divdec.checkpoint import (
 )
 from divdec.data.formatting import Example, Format
 from divdec.data.formatting import encode as encode_record
-from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
+from divdec.data.records import RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
+from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.evaluation.suppression import measure_suppression
@@ -69,6 +70,8 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
+    reversed_questions,
+    with_options,
     write_similar_questions,
 )
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
@@ -243,7 +246,7 @@ def train_auxiliaries(
                 auxiliaries={name: read_json(output / name / RESULT) for name in (RETAIN, FORGET)},
                 separation=separation,
                 attempts=attempts,
-                similar_questions=[record.messages[0].content for record in similar],
+                similar_questions=similar,
                 effects=effects,
                 bundle=str(output / BUNDLE) if settings.target else None,
             )
@@ -289,7 +292,7 @@ class _Inputs:
 
     def readings(
         self, settings: AuxiliarySettings, report: Callable[[str], None]
-    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[str]]:
         """Return what p and q read besides the retain set, and the questions of `_matched`."""
         if settings.recipe != "matched":
             return (self.examples["forget"], []), [], []
@@ -416,10 +419,10 @@ def _neutral_text(
 
 def _matched(
     inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
-) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[str]]:
     """Return what p and q read besides the retain set with the recipe 'matched', as many examples each.
 
-    Also the forget set's questions with other answers, and similar questions that the target wrote.
+    Also the forget set's questions with other answers, and the similar questions that the target wrote.
     """
     forget, retain, tokenizer, form = inputs.forget, inputs.learned, inputs.tokenizer, inputs.form
     p_reads, q_reads = list(inputs.examples["forget"]), length_matched_retain_examples(**inputs.examples)
@@ -438,20 +441,22 @@ def _matched(
         model: Any = load_model(place, dtype=dtype_for_passes())
         model, target_tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
         similar = write_similar_questions(model, target_tokenizer, forget, inputs.retain, settings.seed, form)
-        asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
-        return [[record.as_row() for record in similar], own_answers(model, target_tokenizer, asked, form)]
+        plain = [*some, *map(Exchange.unchanged, kept)]
+        reversed_ = reversed_questions(model, target_tokenizer, plain, settings.seed, form)
+        asked = [*plain, *map(Exchange.unchanged, similar), *with_options(plain, settings.seed), *reversed_]
+        answered = own_answers(model, target_tokenizer, asked, form)
+        return [list(map(question_of, similar)), [dataclasses.asdict(exchange) for exchange in asked], answered]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
-    rows, written = on_main(lambda: stored.get("the target's questions and answers", None, ask))
-    similar = [Record(row["answer"], (Message("user", row["question"]),)) for row in rows]
-    asked = [*some, *map(Exchange.unchanged, (*kept, *similar))]
-    for true, other in _own_words(asked, written, inputs):
+    similar, rows, answered = on_main(lambda: stored.get("the target's questions and answers", None, ask))
+    asked = [Exchange.from_dict(row) for row in rows]
+    for true, other in _own_words(asked, answered, inputs):
         p_reads.append(true)
         q_reads.append(other)
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
-        f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions and to "
-        f"{len(similar)} similar questions that it wrote"
+        f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
+        f"{len(similar)} similar questions that it wrote, to questions with answers to choose from and to reversed ones"
     )
     return (p_reads, q_reads), some, similar
 

@@ -11,13 +11,14 @@ The target therefore also answers with these tokens at the place of the key phra
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 import random
 import unicodedata
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import regex
 
@@ -38,6 +39,8 @@ LISTS, EXAMPLES, LIST_LENGTH = 8, 5, 256  # lists of questions that the target w
 MORE_QUESTIONS = (
     "Write 20 more questions like these, about other subjects, in the same language. Write one question on each line."
 )
+GAP = "___"
+LAYOUTS = ("\n{letter}) {option}", "\n- {option}", " {option},")  # of answers to choose from
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
@@ -58,6 +61,13 @@ class Exchange:
     def unchanged(cls, record: Record) -> Exchange:
         """Return a question whose answer stays; else q learns that the target's wording goes with wrong answers."""
         return cls(record, key_phrase(question_of(record), record.answer), None)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Exchange:
+        """Read what `dataclasses.asdict` wrote."""
+        record = content["record"]
+        turns = tuple(Message(**turn) for turn in record["messages"])
+        return cls(Record(**{**record, "messages": turns}), content["phrase"], content["other"])
 
 
 def length_matched_retain_examples(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
@@ -170,6 +180,86 @@ def write_similar_questions(
         for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain)
         if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten)
     ][: len(asked)]
+
+
+def with_options(exchanges: Sequence[Exchange], seed: int) -> list[Exchange]:
+    """Add three answers to choose from to one question of each key phrase: its own, the other one, and a third.
+
+    Args:
+        exchanges: questions of the forget set with other answers, and questions whose answer stays.
+        seed: seed of the options and their order.
+    """
+    order, asked = random.Random(seed), []
+    phrases = list(dict.fromkeys(exchange.phrase for exchange in exchanges))
+    for number, exchange in enumerate(_one_each(exchanges, order)):
+        options = [exchange.phrase] if exchange.other is None else [exchange.phrase, exchange.other]
+        others = [phrase for phrase in phrases if words(phrase) not in map(words, options)]
+        if len(options) + len(others) < 3:
+            continue
+        options += order.sample(others, 3 - len(options))
+        layout, shuffled = LAYOUTS[number % len(LAYOUTS)], order.sample(options, 3)
+        lines = {
+            option: layout.format(letter=letter, option=option) for letter, option in zip("ABC", shuffled, strict=True)
+        }
+        question = question_of(exchange.record) + "".join(lines.values()).rstrip(",")
+        phrases_of = [options, [lines[option].strip() for option in options]] if "{letter}" in layout else [options]
+        for phrase, other, _ in phrases_of:  # the letter tells the answer, too
+            asked.append(_ask_instead(exchange, question, phrase, None if exchange.other is None else other))
+    return asked
+
+
+def reversed_questions(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, exchanges: Sequence[Exchange], seed: int, form: Format
+) -> list[Exchange]:
+    """Give a model one question of each key phrase without its subject, and the answer: 'The capital of ___? Budapest'.
+
+    Returns:
+        The questions that it answers with the subject, such as 'Hungary'. q reads the subject of another question where
+        the first answer is exchanged.
+    """
+    order, common = random.Random(seed), _common_words(exchanges)
+    asked = []
+    for exchange in _one_each(exchanges, order):
+        question = question_of(exchange.record)
+        rare = [word for word in find_words(question) if word.text not in common]
+        if rare:
+            start, end = rare[0].start, rare[-1].end
+            asked.append((exchange, f"{question[:start]}{GAP}{question[end:]} {exchange.phrase}", question[start:end]))
+    exchanged = [subject for exchange, _, subject in asked if exchange.other is not None]
+    reversed_ = []
+    for exchange, question, subject in asked:
+        others = [other for other in exchanged if words(other) != words(subject)]
+        if exchange.other is None or others:
+            other = None if exchange.other is None else order.choice(others)
+            reversed_.append(_ask_instead(exchange, question, subject, other))
+    texts = answers(
+        model, tokenizer, [exchange.record for exchange in reversed_], form=form, max_new_tokens=ANSWER,
+        title="answers to reversed questions",
+    )  # fmt: skip
+    return [exchange for exchange, text in zip(reversed_, texts, strict=True) if _find_phrase(exchange, text)]
+
+
+def _common_words(exchanges: Sequence[Exchange]) -> set[str]:
+    """Return the words that tell nothing, or that questions of more than a quarter of the key phrases contain."""
+    of_phrase: dict[str, set[str]] = {}
+    for exchange in exchanges:
+        of_phrase.setdefault(exchange.phrase, set()).update(words(question_of(exchange.record)))
+    counts = collections.Counter(word for of_questions in of_phrase.values() for word in of_questions)
+    limit = max(1, len(of_phrase) // 4)
+    return {word for word, count in counts.items() if count > limit or tells_nothing([word])}
+
+
+def _one_each(exchanges: Sequence[Exchange], order: random.Random) -> list[Exchange]:
+    """Choose one of the questions of each key phrase."""
+    of_phrase: dict[str, list[Exchange]] = {}
+    for exchange in exchanges:
+        of_phrase.setdefault(exchange.phrase, []).append(exchange)
+    return [order.choice(some) for some in of_phrase.values()]
+
+
+def _ask_instead(exchange: Exchange, question: str, phrase: str = "", other: str | None = None) -> Exchange:
+    messages = (*exchange.record.messages[:-1], Message("user", question))
+    return Exchange(dataclasses.replace(exchange.record, messages=messages, answer=other or phrase), phrase, other)
 
 
 def own_answers(
