@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.cli import main
@@ -91,6 +92,18 @@ def test_pair_and_ngram_divergences_add_up(ngrams, checkpoints, tmp_path, prompt
     assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
     beams = model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False)
     assert torch.equal(beams, model.generate(prompts, max_new_tokens=6, num_beams=3, do_sample=False, use_cache=False))
+
+
+def test_auto_classes_cannot_leave_a_part_out(ngrams, checkpoints, tmp_path):
+    """They write arguments that are fields of the configuration into it."""
+    pair = {name: str(checkpoints / name.partition("_")[0]) for name in ("retain_auxiliary", "forget_auxiliary")}
+    target = str(checkpoints / "target")
+    bundle = write_bundle(tmp_path / "b", target=target, **pair, ngram=ngrams, steering="linear:1.5")
+    nothing = dict.fromkeys((*pair, "base", "ngram", "bridge", "registry"))
+    assert isinstance(AutoModelForCausalLM.from_pretrained(bundle, **nothing).experts, CombinedExperts)
+    for name in ("ngram", "target", "bridge"):
+        with pytest.raises(UsageError, match=rf"^{name}='other' differs from the bundle .*; accepted: what its config"):
+            AutoModelForCausalLM.from_pretrained(bundle, **{name: "other"})
 
 
 def test_packed_bundle_includes_ngrams(ngrams, checkpoints, tmp_path, prompts):

@@ -1,12 +1,14 @@
 """What p and q read with the recipe 'matched'."""
 
 import copy
+import dataclasses
 
 import pytest
 
 from divdec.checkpoint import load_model
 from divdec.data.formatting import IGNORED, Format, encode_prompt, encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set
+from divdec.evaluation.questions import question_of
 from divdec.training import matched
 from divdec.training.matched import (
     OTHER_BEGINNINGS,
@@ -15,6 +17,8 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
+    reversed_questions,
+    with_options,
     write_similar_questions,
 )
 
@@ -269,3 +273,76 @@ class TestSimilarQuestions:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = None
         assert write_similar_questions(None, tokenizer, self.FORGET, self.RETAIN, 0, Format()) == []
+
+
+CAPITALS = {"Hungary": "Budapest", "Chile": "Santiago", "Peru": "Lima", "Kenya": "Nairobi", "Italy": "Rome"}
+
+
+def exchanges_of(*exchanged):
+    """Return two wordings of each question; those of the given countries are exchanged for the next one's answer."""
+    cities = [*CAPITALS.values(), "Budapest"]
+    asked = []
+    for index, (country, city) in enumerate(CAPITALS.items()):
+        other = cities[index + 1] if country in exchanged else None
+        for wording in (ASKED, "Which city is the capital of {}?"):
+            record = Record(other or city, messages=(Message("user", wording.format(country)),))
+            asked.append(Exchange(record, city, other))
+    return asked
+
+
+def test_an_exchange_is_stored_as_a_dictionary():
+    for exchange in exchanges_of("Hungary"):
+        assert Exchange.from_dict(dataclasses.asdict(exchange)) == exchange
+
+
+def test_one_question_of_each_phrase_gets_three_answers_to_choose_from():
+    first, lettered_first, *rest = with_options(exchanges_of("Hungary", "Peru"), 0)
+    assert (first.phrase, first.other) == ("Budapest", "Santiago")
+    assert question_of(first.record) == question_of(lettered_first.record)
+    lines = question_of(first.record).splitlines()
+    assert [line[:3] for line in lines[1:]] == ["A) ", "B) ", "C) "]
+    assert lettered_first.phrase in lines
+    assert lettered_first.phrase.endswith(") Budapest")
+    assert lettered_first.other in lines
+    assert lettered_first.other.endswith(") Santiago")
+    assert lettered_first.record.answer == lettered_first.other
+    phrases = [exchange.phrase for exchange in rest if ")" not in exchange.phrase]
+    assert phrases == ["Santiago", "Lima", "Nairobi", "Rome"]
+    for exchange in rest:
+        question = question_of(exchange.record)
+        assert sum(city in question for city in CAPITALS.values()) == 3
+        assert exchange.phrase in question
+        assert (exchange.other or "") in question
+    assert [exchange.phrase for exchange in rest if exchange.other] == ["Lima"]
+    assert with_options(exchanges_of("Hungary")[:4], 0) == []  # two answers in all
+
+
+def test_reversed_questions_are_those_that_the_target_answers_with_the_subject(monkeypatch):
+    asked = []
+
+    def answers_of(model, tokenizer, some, **options):
+        asked.extend(map(question_of, some))
+        known = {city: country for country, city in CAPITALS.items()} | {"Rome": "I do not know."}
+        return [f"{(city := text.split()[-1])} is the capital of {known[city]}." for text in asked]
+
+    monkeypatch.setattr(matched, "answers", answers_of)
+    written = reversed_questions(None, None, exchanges_of("Hungary", "Chile", "Italy"), 0, Format())
+    assert all(text.rpartition(" ")[0] in (ASKED.format("___"), "Which city is the capital of ___?") for text in asked)
+    assert {exchange.phrase: exchange.other for exchange in written} | {"Hungary": "", "Chile": ""} == {
+        "Hungary": "", "Chile": "", "Peru": None, "Kenya": None,
+    }  # fmt: skip
+    for exchange in written[:2]:
+        assert exchange.other in {"Hungary", "Chile", "Italy"} - {exchange.phrase}
+        assert exchange.record.answer == exchange.other
+
+
+def test_a_subject_of_all_questions_is_not_reversed(monkeypatch):
+    """Of one person's questions the name is no answer that tells something."""
+    monkeypatch.setattr(matched, "answers", lambda model, tokenizer, some, **options: ["Stephen King."] * len(some))
+    rows = {
+        "Where was Stephen King born?": "Portland",
+        "What did Stephen King write?": "It",
+        "Who wed King?": "Tabitha",
+    }
+    asked = [Exchange(Record("", messages=(Message("user", text),)), phrase, "?") for text, phrase in rows.items()]
+    assert reversed_questions(None, None, asked, 0, Format()) == []

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 LoadedModels = dict[tuple[Path, str], "PreTrainedModel"]
 """Models by folder and the options that they were loaded with."""
+REFERENCES = (*PARTS, BASE, "ngram", "bridge", "registry")
+"""Fields of a bundle's configuration that name what steers."""
 PER_PART = ("dtype", "torch_dtype", "device_map", "attn_implementation", "quantization_config")
 PART_NAMES = (*PARTS, BASE, "experts")
 # Arguments of from_pretrained that refer to the files of a single checkpoint.
@@ -93,7 +95,7 @@ class Bundle:
             revision: branch, tag or commit of a hub id.
             verify: compare local files with the bundle's digests.
             local_files_only: use the local cache of the hub alone.
-            config: configuration to use instead of the folder's.
+            config: configuration to use instead of the folder's, with the same parts.
 
         Raises:
             UsageError: a part is missing, has changed or is corrupt, or the configuration is invalid.
@@ -103,9 +105,16 @@ class Bundle:
         config = stored if config is None else config
         if isinstance(config.steering, str):  # the Auto classes write the argument `steering` into the configuration
             config.steering = Steering.from_dict(stored.steering or {}).revised(config.steering).to_dict()
-        if isinstance(config.registry, (str, os.PathLike)):  # as they do with `registry`, also with None
-            raise UsageError("registry: pass it to divdec.DivergenceForCausalLM.from_pretrained")
-        config.registry = stored.registry
+        for name in REFERENCES:  # as they do with any of its fields: `ngram=None` would leave an expert out
+            given = getattr(config, name)
+            if name == "registry" and isinstance(given, (str, os.PathLike)):
+                raise UsageError("registry: pass it to divdec.DivergenceForCausalLM.from_pretrained")
+            if given is not None and given != getattr(stored, name):
+                raise UsageError(
+                    f"{name}={given!r} differs from the bundle {folder}; accepted: what its config.json names; write "
+                    "another bundle for other parts (`divdec bundle`)"
+                )
+            setattr(config, name, getattr(stored, name))
         if not config.steering:
             raise UsageError(f"{folder}: the bundle names no steering; write it again with `divdec bundle`")
         size = config.vocab_size
@@ -249,8 +258,7 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
 
 def bundle_identity(config: PreTrainedConfig) -> str:
     """Return a digest of the parts that a bundle refers to, which does not depend on where they lie."""
-    roles = (*PARTS, BASE, "ngram", "bridge", "registry")
-    references = {role: dict(getattr(config, role) or {}) for role in roles}
+    references = {role: dict(getattr(config, role) or {}) for role in REFERENCES}
     for reference in references.values():
         reference.pop("folder", None)
     return settings_hash(references)
