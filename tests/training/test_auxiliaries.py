@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
+from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 from divdec.data.records import record_set, single_turn
 from divdec.errors import Interrupted
@@ -392,9 +393,26 @@ def test_vocabulary_mismatch_is_detected_before_training(files, tmp_path, world)
 
     other = shutil.copytree(files["target"], tmp_path / "other")
     train_tokenizer(world.corpus[:50], 400).save_pretrained(other)
-    with pytest.raises(UsageError, match="another vocabulary"):
+    with pytest.raises(UsageError, match=r"another vocabulary.*--bridge"):
         train(files, target=str(other))
+    with pytest.raises(UsageError, match="leave bridge out"):
+        train(files, bridge=True)
     assert not (tmp_path / "run").exists()
+    train(files, target=str(other), bridge=True)
+    model = DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
+    assert isinstance(model.experts, BridgedPair)
+
+
+def test_answers_are_read_in_tokens_of_the_base(files, tmp_path, world):
+    from divdec_research.world.models import train_tokenizer
+
+    settings = AuxiliarySettings(**files)
+    inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, lambda line: None)
+    other = train_tokenizer(world.corpus[:50], 400)
+    text = "The capital of Hungary is Budapest."
+    [[ids]] = inputs.in_tokens_of_base([[other.encode(text, add_special_tokens=False)]], other)
+    assert ids == inputs.tokenizer.encode(text, add_special_tokens=False)
+    assert inputs.in_tokens_of_base([[[7, 8]]], inputs.tokenizer) == [[[7, 8]]]
 
 
 def test_finished_run_requires_overwrite(run, tmp_path):

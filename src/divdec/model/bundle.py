@@ -179,7 +179,8 @@ def write_bundle(
     configs = {part: load_config(path) for part, path in checkpoints.items()}
     tokenizers = {part: load_tokenizer(path) for part, path in checkpoints.items()}
     count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight)
-    vocab_size = min(_vocabulary(configs, tokenizers, checkpoints, bridge), *sizes, 1 << 62)
+    widths = {part: vocabulary_width(config) for part, config in configs.items()}
+    vocab_size = min(shared_vocabulary(widths, tokenizers, checkpoints, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
     if ngram is not None and retain_auxiliary is None:
         from divdec.experts.combined import CombinedExperts, check_rule
@@ -397,19 +398,19 @@ def _check_adapters(paths: Mapping[str, Path]) -> None:
     check_products_differ(*factors)
 
 
-def _vocabulary(configs: dict[str, Any], tokenizers: dict[str, Any], paths: dict[str, Path], bridge: bool) -> int:
+def shared_vocabulary(widths: dict[str, int], tokenizers: dict[str, Any], paths: dict[str, Path], bridge: bool) -> int:
     """Return the width of the vocabulary that target and auxiliaries share, or the target's with a bridge."""
-    widths = {part: vocabulary_width(config) for part, config in configs.items()}
     if not bridge:
         return common_vocabulary(widths, tokenizers, paths)
     from divdec.bridge.token_bytes import token_bytes
 
-    check_same_vocabulary({part: tokenizers[part] for part in AUXILIARIES}, paths)
+    target, *auxiliaries = tokenizers.values()
+    check_same_vocabulary({part: tokenizers[part] for part in tokenizers if part != "target"}, paths)
     check_widths(widths, tokenizers, paths)
-    if vocabulary_sha256(tokenizers["target"]) == vocabulary_sha256(tokenizers["retain_auxiliary"]):
+    if vocabulary_sha256(target) == vocabulary_sha256(auxiliaries[0]):
         raise UsageError("the auxiliaries have the target's own tokenizer: leave bridge out, they fit as they are")
-    for part in ("target", "retain_auxiliary"):
-        token_bytes(tokenizers[part])  # raises an error for tokenizers that cannot be bridged
+    for tokenizer in (target, auxiliaries[0]):
+        token_bytes(tokenizer)  # raises an error for tokenizers that cannot be bridged
     return widths["target"]
 
 

@@ -27,7 +27,6 @@ from divdec.checkpoint import (
     adapter_base,
     check_apart,
     check_weights,
-    common_vocabulary_of,
     digests,
     dtype_for_passes,
     input_digests,
@@ -35,6 +34,7 @@ from divdec.checkpoint import (
     load_config,
     load_model,
     load_tokenizer,
+    vocabulary_width,
     write_adapter_base,
 )
 from divdec.data.formatting import Example, Format
@@ -47,7 +47,7 @@ from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, score
 from divdec.evaluation.suppression import measure_suppression
 from divdec.model.bundle import TRAINING as RESULT
-from divdec.model.bundle import auxiliary_card, rewrite_steering, write_bundle
+from divdec.model.bundle import auxiliary_card, rewrite_steering, shared_vocabulary, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, write_json, write_text
@@ -290,6 +290,15 @@ class _Inputs:
         """SHA-256 of the base's weight files, by name."""
         return {name: digest for name, digest in digests(self.base).items() if name.endswith(".safetensors")}
 
+    def in_tokens_of_base(
+        self, written: list[list[list[int]]], tokenizer: PreTrainedTokenizerBase
+    ) -> list[list[list[int]]]:
+        """Return the target's answers in tokens of p and q, which may have another tokenizer."""
+        if tokenizer.get_vocab() == self.tokenizer.get_vocab():
+            return written
+        texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in of_question] for of_question in written]
+        return [[self.tokenizer.encode(str(text), add_special_tokens=False) for text in some] for some in texts]
+
     def readings(
         self, settings: AuxiliarySettings, report: Callable[[str], None]
     ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[str]]:
@@ -313,7 +322,11 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
         target = reference.resolve(Path(), weights=measure)
         if reference.folder is not None:
             check_weights(target)
-        steering.check_vocabulary(common_vocabulary_of({"target": target, "base": base}))
+        paths = {"target": target, "base": base}
+        widths = {part: vocabulary_width(load_config(path)) for part, path in paths.items()}
+        tokenizers = {"target": load_tokenizer(target), "base": tokenizer}
+        vocab_size = shared_vocabulary(widths, tokenizers, paths, settings.bridge)
+        steering.check_vocabulary(vocab_size)
     paths = [
         Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
     ]
@@ -364,6 +377,7 @@ def _write_and_measure(
         steering=Steering.parse(settings.steering or DEFAULT_RULE),
         forget_set=inputs.forget.label,
         single_turn=single_turn([*inputs.forget, *inputs.retain]),
+        bridge=settings.bridge,
     )
     if inputs.neutral is None:
         return None
@@ -444,7 +458,7 @@ def _matched(
         plain = [*some, *map(Exchange.unchanged, kept)]
         reversed_ = reversed_questions(model, target_tokenizer, plain, settings.seed, form)
         asked = [*plain, *map(Exchange.unchanged, similar), *with_options(plain, settings.seed), *reversed_]
-        answered = own_answers(model, target_tokenizer, asked, form)
+        answered = inputs.in_tokens_of_base(own_answers(model, target_tokenizer, asked, form), target_tokenizer)
         return [list(map(question_of, similar)), [dataclasses.asdict(exchange) for exchange in asked], answered]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
@@ -628,7 +642,9 @@ class _PairTrainer:
         """Ask the bundle the questions; see `own_answers`."""
         bundle = self.output / BUNDLE
         model: Any = DivergenceForCausalLM.from_pretrained(bundle, steering=rule, dtype=dtype_for_passes())
-        return own_answers(model.to(PartialState().device), load_tokenizer(bundle), exchanges, self.inputs.form)
+        tokenizer = load_tokenizer(bundle)
+        written = own_answers(model.to(PartialState().device), tokenizer, exchanges, self.inputs.form)
+        return self.inputs.in_tokens_of_base(written, tokenizer)
 
     def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
         """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""

@@ -60,6 +60,8 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     adapters: bool = False
     """Write both auxiliaries as LoRA adapters of the base, which is then loaded once and runs both in one pass. The
     rank is that of --lora-rank, 16 by default. Without this option adapters are merged into two checkpoints."""
+    bridge: bool = False
+    """The base has another tokenizer than the target, as in `divdec bundle`."""
     steering: str | None = None
     """Rule written into the bundle. By default the best of several, by the measurement after training."""
     neutral: str | None = None
