@@ -249,21 +249,24 @@ def phrase_of(row, tokenizer):
 
 
 def print_table(result):
-    print(f"{result['kind']}, seed {result['seed']}, {result['recipe']}: noise (50, 90, 99 %)", result["noise"])
-    for kind in ("forms", "generated"):
-        print(
-            f"{'teacher-forced' if kind == 'forms' else 'generated':40}",
-            *(f"{name:>9}" for name in result["forms"]["unsteered"]),
-        )
-        for name, row in result[kind].items():
-            print(f"{name:40}", *(f"{row[column]:9.3f}" for column in row))
+    print(f"{result['kind']}, seed {result['seed']}, {result['recipe']}: noise (50, 90, 99 %)", result.get("noise"))
+    for name, title in (("forms", "teacher-forced"), ("generated", None), ("generated, token healing", None)):
+        for index, (rule, row) in enumerate(result.get(name, {}).items()):
+            if not index:
+                print(f"{title or name:40}", *(f"{column:>9}" for column in row))
+            print(f"{rule:40}", *(f"{value:9.3f}" for value in row.values()))
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=Path("models"), help="folder of the GGUF files")
     parser.add_argument("--target", default=None, help="target, by default MODELS/qwen-1.5b.gguf")
-    parser.add_argument("--base", default=None, help="base of q and p, by default MODELS/qwen-0.5b.gguf")
+    parser.add_argument(
+        "--base",
+        default=None,
+        help="base of q and p, by default MODELS/qwen-0.5b.gguf; a bridge leads to "
+        "one with another tokenizer, without and with token healing",
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/real-pair"))
     parser.add_argument(
         "--results", type=Path, default=None, help="folder of the results, by default the output folder"
@@ -289,6 +292,7 @@ def main(arguments=None):
 def run(options):
     names = [options.target or str(options.models / "qwen-1.5b.gguf")]
     names.append(options.base or str(options.models / "qwen-0.5b.gguf"))
+    suffix = "" if options.base is None else f"-{Path(options.base).stem.casefold()}"
     results = options.results or options.output
     check_memory(ALL_WEIGHTS if "all" in options.recipes else THREE_MODELS, "this comparison")
     folders = [CheckpointReference.parse(name).resolve(Path(), weights=True) for name in names]
@@ -302,26 +306,34 @@ def run(options):
                 write_answers(answers, target, load_tokenizer(folders[0]), kind, seed)
                 del target
             for recipe in options.recipes:
-                result = results / f"{kind}-{seed}-{recipe}.json"
+                pair = options.output / f"{kind}-{seed}-{recipe}{suffix}"
+                result = results / f"{pair.name}.json"
                 if not result.is_file():
-                    measure_recipe(folders, answers, kind, seed, recipe, options.output, result, names, options.rules)
+                    measure_recipe(folders, answers, kind, seed, recipe, pair, result, names, options.rules)
                 print_table(json.loads(result.read_text()))
 
 
-def measure_recipe(folders, answers, kind, seed, recipe, output, result, names, rules):
+def measure_recipe(folders, answers, kind, seed, recipe, pair, result, names, rules):
     stem = answers.with_suffix("")
-    pair = output / f"{kind}-{seed}-{recipe}"
+    vocabularies = [load_tokenizer(folder).get_vocab() for folder in folders]
+    bridge = vocabularies[0] != vocabularies[1]
     settings = AuxiliarySettings(
         base=str(folders[1]), target=str(folders[0]), forget=f"{stem}-forget.jsonl", retain=f"{stem}-retain.jsonl",
-        output=str(pair), seed=seed, overwrite=True, **RECIPES[recipe],
+        output=str(pair), seed=seed, overwrite=True, bridge=bridge, **RECIPES[recipe],
     )  # fmt: skip
     trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
     mark_similar(content["rows"], kind, trained["similar_questions"])
     tokenizer = load_tokenizer(folders[0])
     model = DivergenceForCausalLM.from_pretrained(pair / BUNDLE, dtype=dtype_for_passes()).to(PartialState().device)
-    measured = measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)
+    measured = {}
+    if not bridge:
+        measured |= measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)
     measured |= generate(content["rows"], model, tokenizer, rules)
+    if bridge:
+        model.experts.token_healing = True
+        healed = generate(content["rows"], model, tokenizer, rules)
+        measured |= {f"{name}, token healing": values for name, values in healed.items()}
     figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
     content = {
         "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],
