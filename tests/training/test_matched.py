@@ -18,7 +18,6 @@ from divdec.training.matched import (
     length_matched_retain_examples,
     own_answers,
     reversed_questions,
-    with_options,
     write_similar_questions,
 )
 
@@ -293,28 +292,6 @@ def exchanges_of(*exchanged):
 def test_an_exchange_is_stored_as_a_dictionary():
     for exchange in exchanges_of("Hungary"):
         assert Exchange.from_dict(dataclasses.asdict(exchange)) == exchange
-
-
-def test_one_question_of_each_phrase_gets_three_answers_to_choose_from():
-    first, lettered_first, *rest = with_options(exchanges_of("Hungary", "Peru"), 0)
-    assert (first.phrase, first.other) == ("Budapest", "Santiago")
-    assert question_of(first.record) == question_of(lettered_first.record)
-    lines = question_of(first.record).splitlines()
-    assert [line[:3] for line in lines[1:]] == ["A) ", "B) ", "C) "]
-    assert lettered_first.phrase in lines
-    assert lettered_first.phrase.endswith(") Budapest")
-    assert lettered_first.other in lines
-    assert lettered_first.other.endswith(") Santiago")
-    assert lettered_first.record.answer == lettered_first.other
-    phrases = [exchange.phrase for exchange in rest if ")" not in exchange.phrase]
-    assert phrases == ["Santiago", "Lima", "Nairobi", "Rome"]
-    for exchange in rest:
-        question = question_of(exchange.record)
-        assert sum(city in question for city in CAPITALS.values()) == 3
-        assert exchange.phrase in question
-        assert (exchange.other or "") in question
-    assert [exchange.phrase for exchange in rest if exchange.other] == ["Lima"]
-    assert with_options(exchanges_of("Hungary")[:4], 0) == []  # two answers in all
 
 
 def test_reversed_questions_are_those_that_the_target_answers_with_the_subject(monkeypatch):

@@ -71,7 +71,6 @@ from divdec.training.matched import (
     length_matched_retain_examples,
     own_answers,
     reversed_questions,
-    with_options,
     write_similar_questions,
 )
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
@@ -457,7 +456,7 @@ def _matched(
         similar = write_similar_questions(model, target_tokenizer, forget, inputs.retain, settings.seed, form)
         plain = [*some, *map(Exchange.unchanged, kept)]
         reversed_ = reversed_questions(model, target_tokenizer, plain, settings.seed, form)
-        asked = [*plain, *map(Exchange.unchanged, similar), *with_options(plain, settings.seed), *reversed_]
+        asked = [*plain, *map(Exchange.unchanged, similar), *reversed_]
         answered = inputs.in_tokens_of_base(own_answers(model, target_tokenizer, asked, form), target_tokenizer)
         return [list(map(question_of, similar)), [dataclasses.asdict(exchange) for exchange in asked], answered]
 
@@ -470,7 +469,7 @@ def _matched(
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
-        f"{len(similar)} similar questions that it wrote, to questions with answers to choose from and to reversed ones"
+        f"{len(similar)} similar questions that it wrote, and to reversed questions"
     )
     return (p_reads, q_reads), some, similar
 

@@ -35,12 +35,11 @@ if TYPE_CHECKING:
 
 ANSWER, CONTINUED = 48, 16  # tokens of an answer, and of an answer after another beginning of its key phrase
 OTHER_BEGINNINGS = 4
-LISTS, EXAMPLES, LIST_LENGTH = 8, 5, 256  # lists of questions that the target writes, examples for one, its tokens
+LISTS, EXAMPLES, LIST_LENGTH = 12, 5, 256  # lists of questions that the target writes, examples for one, its tokens
 MORE_QUESTIONS = (
     "Write 20 more questions like these, about other subjects, in the same language. Write one question on each line."
 )
 GAP = "___"
-LAYOUTS = ("\n{letter}) {option}", "\n- {option}", " {option},")  # of answers to choose from
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
@@ -180,32 +179,6 @@ def write_similar_questions(
         for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain)
         if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten)
     ][: len(asked)]
-
-
-def with_options(exchanges: Sequence[Exchange], seed: int) -> list[Exchange]:
-    """Add three answers to choose from to one question of each key phrase: its own, the other one, and a third.
-
-    Args:
-        exchanges: questions of the forget set with other answers, and questions whose answer stays.
-        seed: seed of the options and their order.
-    """
-    order, asked = random.Random(seed), []
-    phrases = list(dict.fromkeys(exchange.phrase for exchange in exchanges))
-    for number, exchange in enumerate(_one_each(exchanges, order)):
-        options = [exchange.phrase] if exchange.other is None else [exchange.phrase, exchange.other]
-        others = [phrase for phrase in phrases if words(phrase) not in map(words, options)]
-        if len(options) + len(others) < 3:
-            continue
-        options += order.sample(others, 3 - len(options))
-        layout, shuffled = LAYOUTS[number % len(LAYOUTS)], order.sample(options, 3)
-        lines = {
-            option: layout.format(letter=letter, option=option) for letter, option in zip("ABC", shuffled, strict=True)
-        }
-        question = question_of(exchange.record) + "".join(lines.values()).rstrip(",")
-        phrases_of = [options, [lines[option].strip() for option in options]] if "{letter}" in layout else [options]
-        for phrase, other, _ in phrases_of:  # the letter tells the answer, too
-            asked.append(_ask_instead(exchange, question, phrase, None if exchange.other is None else other))
-    return asked
 
 
 def reversed_questions(
