@@ -22,7 +22,7 @@ import torch
 from divdec.bridge.alignment import AlignedSequence, DivergenceMapper, Retokenizer, common_prefix_length
 from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
 from divdec.bridge.pair import BridgedPair
-from divdec.bridge.token_bytes import TokenHealingMaps, VocabularyMap, token_bytes
+from divdec.bridge.token_bytes import VocabularyMap, token_bytes
 
 CONTEXTS = [64, 256, 1024]
 STEPS = 3000
@@ -105,22 +105,19 @@ def seconds(call, times):
 def map_times(texts):
     both = train("bpe", texts[::2], 50_000), train("bpe", texts[1::2], 50_000)
     target, auxiliary = map(token_bytes, both)
-    healing = TokenHealingMaps(target, auxiliary, len(target))
     return {
         "target tokens": len(target),
         "auxiliary tokens": len(auxiliary),
         "bytes of both, s": seconds(lambda: list(map(token_bytes, both)), 3),
         "map, s": seconds(lambda: VocabularyMap.build(target, auxiliary, len(target)), 3),
-        "healing map of ' ', s": seconds(lambda: healing._source_of(b" "), 3),
-        "healing map of ' th', s": seconds(lambda: healing._source_of(b" th"), 3),
     }
 
 
 @torch.no_grad()
-def token_times(texts, target, auxiliary, token_healing):
+def token_times(texts, target, auxiliary):
     pair = BridgedPair(
         model(len(auxiliary), 1), model(len(auxiliary), 2), target_tokenizer=target, auxiliary_tokenizer=auxiliary,
-        target_width=len(target), token_healing=token_healing,
+        target_width=len(target),
     )  # fmt: skip
     stream = target("\n".join(texts[:3000]))["input_ids"]
     result = {}
@@ -208,11 +205,8 @@ def main():
         "characters": sum(map(len, texts)),
         "map": map_times(texts),
         "tokens": {
-            f"{target} <- {auxiliary}{', token healing' * token_healing}": token_times(
-                texts, kinds[target], kinds[auxiliary], token_healing
-            )
+            f"{target} <- {auxiliary}": token_times(texts, kinds[target], kinds[auxiliary])
             for target, auxiliary in names[:2]
-            for token_healing in (False, True)
         },
         "coverage": coverages(texts, pairs),
         "steps": steps(texts, pairs),

@@ -75,14 +75,6 @@ def linear_forms():
 
         return shift
 
-    def following(alpha):
-        def shift(target, q, p):
-            d = q - p
-            total = (p.exp() - q.exp()).abs().sum(-1, keepdim=True) / 2  # total variation: 0 where p and q agree
-            return alpha * total * d
-
-        return shift
-
     forms = {f"linear:{alpha:g}": both(alpha, 0.0, False) for alpha in ALPHAS}
     for alpha in MARGIN_ALPHAS:
         for margin in MARGINS:
@@ -92,7 +84,6 @@ def linear_forms():
         forms[f"linear:{alpha:g}, lowering"] = lower(alpha, 0.0)
         forms[f"linear:{alpha:g}, lowering, p >= 0.05"] = lower(alpha, 0.0, least=0.05)
         forms[f"linear:{alpha:g}, lowering, P plausible 0.1"] = lower(alpha, 0.0, plausible=0.1)
-        forms[f"linear:{alpha:g}, following"] = following(alpha)
     return forms
 
 
@@ -250,10 +241,10 @@ def phrase_of(row, tokenizer):
 
 def print_table(result):
     print(f"{result['kind']}, seed {result['seed']}, {result['recipe']}: noise (50, 90, 99 %)", result.get("noise"))
-    for name, title in (("forms", "teacher-forced"), ("generated", None), ("generated, token healing", None)):
+    for name, title in (("forms", "teacher-forced"), ("generated", "generated")):
         for index, (rule, row) in enumerate(result.get(name, {}).items()):
             if not index:
-                print(f"{title or name:40}", *(f"{column:>9}" for column in row))
+                print(f"{title:40}", *(f"{column:>9}" for column in row))
             print(f"{rule:40}", *(f"{value:9.3f}" for value in row.values()))
 
 
@@ -264,8 +255,7 @@ def main(arguments=None):
     parser.add_argument(
         "--base",
         default=None,
-        help="base of q and p, by default MODELS/qwen-0.5b.gguf; a bridge leads to "
-        "one with another tokenizer, without and with token healing",
+        help="base of q and p, by default MODELS/qwen-0.5b.gguf; a bridge leads to one with another tokenizer",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/real-pair"))
     parser.add_argument(
@@ -330,10 +320,6 @@ def measure_recipe(folders, answers, kind, seed, recipe, pair, result, names, ru
     if not bridge:
         measured |= measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)
     measured |= generate(content["rows"], model, tokenizer, rules)
-    if bridge:
-        model.experts.token_healing = True
-        healed = generate(content["rows"], model, tokenizer, rules)
-        measured |= {f"{name}, token healing": values for name, values in healed.items()}
     figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
     content = {
         "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],

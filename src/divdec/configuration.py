@@ -64,7 +64,7 @@ class DivergenceConfig(RemoteCodeConfig):
         retain_auxiliary: reference of q, which has not seen the forget set.
         forget_auxiliary: reference of p, which has; None, like q, if n-grams or a registry replace the pair.
         base: reference of the checkpoint that both auxiliaries adapt, if they are LoRA adapters, or None.
-        bridge: `{"token_healing": …}` if the auxiliaries have another tokenizer than the target, or None.
+        bridge: `{}` if the auxiliaries have another tokenizer than the target, or None.
         ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
         registry: `{"folder": …, "id": …}` of a registry of takedown requests, or None.
         steering: `Steering.to_dict()`; a rule without effect if only a registry steers.

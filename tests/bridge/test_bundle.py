@@ -37,16 +37,14 @@ def test_bridged_bundle_loads_and_generates_steered_output(models, tmp_path, tok
     model = AutoModelForCausalLM.from_pretrained(bundle)
     assert isinstance(model, DivergenceForCausalLM)
     assert isinstance(model.experts, BridgedPair)
-    assert not model.experts.token_healing
     ids = torch.tensor([tokenizers["bpe"]("Who wrote The Hollow Orchard?", add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
         plain, steered = model.target(ids).logits, model(ids).logits
         torch.testing.assert_close(steered, plain + 1.5 * model.experts.divergence(ids))
     assert (steered - plain).abs().max() > 0.1
-    healed = write_bundle(tmp_path / "healed", **parts(models), bridge=True, token_healing=True, pack=True)
-    model = DivergenceForCausalLM.from_pretrained(healed)
-    assert model.experts.token_healing
-    assert "another tokenizer, with token healing" in (healed / "README.md").read_text()
+    packed = write_bundle(tmp_path / "packed", **parts(models), bridge=True, pack=True)
+    assert isinstance(DivergenceForCausalLM.from_pretrained(packed).experts, BridgedPair)
+    assert "the auxiliaries have another tokenizer" in (packed / "README.md").read_text()
 
 
 def test_different_tokenizer_requires_bridge_option(models, tmp_path):
@@ -58,8 +56,6 @@ def test_different_tokenizer_requires_bridge_option(models, tmp_path):
         UsageError, match=r"another vocabulary than the retain_auxiliary.*both auxiliaries must have one"
     ):
         write_bundle(tmp_path / "b", **parts(models, "q", "p-small"), bridge=True)
-    with pytest.raises(UsageError, match="token_healing needs bridge"):
-        write_bundle(tmp_path / "b", **parts(models, "q-same", "p-same"), token_healing=True)
     assert not (tmp_path / "b").exists()
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
     config = json.loads((bundle / "config.json").read_text())
@@ -114,10 +110,12 @@ def test_commands_work_with_bridged_bundle(models, tmp_path, capsys):
 
 
 def test_an_unknown_field_of_the_bridge_is_refused(models, tmp_path):
-    """A field of another version could change what the auxiliaries read."""
+    """A field of another version could change what the auxiliaries read; token healing was one."""
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
     config = json.loads((bundle / "config.json").read_text())
-    for bridge, message in (({"heal": True}, r"unknown fields \['heal'\]; accepted: token_healing"), ([], "bridge is")):
+    (bundle / "config.json").write_text(json.dumps(config | {"bridge": {"token_healing": False}}))
+    assert isinstance(DivergenceForCausalLM.from_pretrained(bundle).experts, BridgedPair)
+    for bridge, message in (({"token_healing": True}, r"accepted: \{\}; write the bundle again"), ([], "bridge is")):
         (bundle / "config.json").write_text(json.dumps(config | {"bridge": bridge}))
         for load in (DivergenceForCausalLM.from_pretrained, sources_from_bundle):
             with pytest.raises(UsageError, match=message):

@@ -98,10 +98,9 @@ def test_divergence_is_computed_per_position(make_pair, tokenizers):
     assert (found[:-1] - found[-1]).abs().amax(dim=-1).min() > 0.1
 
 
-@pytest.mark.parametrize("token_healing", [False, True])
 @pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
-def test_teacher_forced_divergence_matches_generation(make_pair, tokenizers, target, auxiliary, token_healing):
-    pair = make_pair(target, auxiliary, token_healing=token_healing)
+def test_teacher_forced_divergence_matches_generation(make_pair, tokenizers, target, auxiliary):
+    pair = make_pair(target, auxiliary)
     for text in TEXTS:
         ids = ids_of(tokenizers[target], text)[:36]
         whole = teacher_forced(pair, ids)
@@ -168,7 +167,7 @@ SCRIPTS = st.text(
 @settings(max_examples=8)
 @pytest.mark.parametrize(("target", "auxiliary"), PAIRS)
 def test_divergence_matches_reference_for_any_tokenization(make_pair, tokenizers, target, auxiliary, data):
-    pair = make_pair(target, auxiliary, token_healing=data.draw(st.booleans()))
+    pair = make_pair(target, auxiliary)
     tokenizer = tokenizers[target]
     single = pair.retokenizer.bytes
     byte_of = {text: token for token, text in reversed(list(enumerate(single))) if text and len(text) == 1}
@@ -307,9 +306,8 @@ def test_unmapped_tokens_have_zero_divergence(make_pair, tokenizers):
 
 @pytest.mark.parametrize("place", [100, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("token_healing", [False, True])
-def test_non_finite_auxiliary_logits_make_every_token_nan(make_pair, tokenizers, value, token_healing, place):
-    pair = copy.deepcopy(make_pair("bpe", "small", token_healing=token_healing))
+def test_non_finite_auxiliary_logits_make_every_token_nan(make_pair, tokenizers, value, place):
+    pair = copy.deepcopy(make_pair("bpe", "small"))
     ids = ids_of(tokenizers["bpe"], TEXTS[0])[:10]
     with torch.no_grad():
         pair.forget.get_output_embeddings().weight[place] = value
@@ -413,31 +411,6 @@ def test_auxiliary_with_different_script(tokenizers):
         BridgedPair(*models, auxiliary_tokenizer=own, **options)
 
 
-def test_token_healing_extends_last_token(make_pair, tokenizers):
-    plain, healed = (make_pair("bpe", "small", token_healing=token_healing) for token_healing in (False, True))
-    reader = plain.retokenizer
-    byte_of = {text: token for token, text in reversed(list(enumerate(reader.bytes))) if text}
-    auxiliary_of = {text: token for token, text in enumerate(reader.auxiliary.bytes) if text}
-    longer = next(text for text in auxiliary_of if len(text) == 3 and text[:2] in auxiliary_of and text[2:] in byte_of)
-    ids = [byte_of[b"\n"], *(byte_of[bytes([byte])] for byte in longer[:2])]
-    (view,) = AlignedSequence(reader).auxiliary_inputs(ids, [len(ids)])
-    with torch.no_grad():
-        before = [
-            model(input_ids=torch.tensor([view.ids[:-1]])).logits[0, -1].log_softmax(-1)
-            for model in (plain.retain, plain.forget)
-        ]
-    begins = [token for token, text in enumerate(reader.auxiliary.bytes) if text and text.startswith(longer[:2])]
-    values = [logits - logits[begins].logsumexp(0) for logits in before]
-    differs = values[0] - values[1]
-    found, ordinary = teacher_forced(healed, ids)[-1], teacher_forced(plain, ids)[-1]
-    here = byte_of[longer[2:]]
-    expected = differs[auxiliary_of[longer]] - differs[auxiliary_of[longer[:2]]]
-    close(found[here], expected)
-    assert (found[here] - ordinary[here]).abs() > 1e-3
-    ends = byte_of[b"\n"]  # no token goes on with it
-    close(found[ends], ordinary[ends])
-
-
 def test_text_exceeding_auxiliary_context_raises(make_pair, tokenizers):
     ids = ids_of(tokenizers["bpe"], LONG * 10)
     with pytest.raises(UsageError, match=r"the text has \d+ tokens .* 256 positions"):
@@ -463,9 +436,7 @@ def repeating(make_pair, tokenizers):
         target(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return DivergenceForCausalLM.from_experts(
-        target, make_pair("bpe", "small", token_healing=True), "linear:1.6"
-    ).eval()
+    return DivergenceForCausalLM.from_experts(target, make_pair("bpe", "small"), "linear:1.6").eval()
 
 
 class TestSteered:
@@ -474,7 +445,7 @@ class TestSteered:
     @pytest.fixture
     def steered(self, make_pair, tokenizers):
         target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64)
-        pair = make_pair("bpe", "small", token_healing=True)
+        pair = make_pair("bpe", "small")
         configs = {
             "target": target.config,
             "retain_auxiliary": pair.retain.config,

@@ -3,14 +3,12 @@
 import time
 
 import numpy as np
-import pytest
 
 from divdec.bridge.token_bytes import (
     EXACT,
     EXTENSION,
     NONE,
     PREFIX,
-    TokenHealingMaps,
     VocabularyMap,
 )
 
@@ -44,21 +42,6 @@ def test_vocabulary_map_coverage():
     coverage = mapped.coverage()
     assert (coverage.exact, coverage.prefix, coverage.extension, coverage.none) == (0.25, 0.25, 0, 0.5)
     assert mapped.coverage([0, 0, 0, 1]).exact == 0.75
-
-
-@pytest.mark.parametrize("last", [b" ", b" t", b"a", b"\xc3", b"zqzq"])
-def test_token_healing_maps_match_slow_search(tokenizers, last):
-    from divdec.bridge.token_bytes import token_bytes
-
-    target, auxiliary = token_bytes(tokenizers["bpe"]), token_bytes(tokenizers["small"])
-    maps = TokenHealingMaps(target, auxiliary, len(target) + 3)
-    source = maps.source_of(last)
-    longer = [(len(text), -index) for index, text in enumerate(auxiliary)
-              if text and text.startswith(last) and len(text) > len(last)]  # fmt: skip
-    assert maps.has_extension(last) == bool(longer)
-    for token, text in enumerate([*target, None, None, None]):
-        fits = [(length, index) for length, index in longer if text and (last + text).startswith(auxiliary[-index])]
-        assert source[token] == (-max(fits)[1] if fits else -1)
 
 
 def test_large_vocabularies_are_mapped_quickly():

@@ -1,7 +1,6 @@
 """What p and q read with the recipe 'matched'."""
 
 import copy
-import dataclasses
 
 import pytest
 
@@ -289,37 +288,22 @@ def exchanges_of(*exchanged):
     return asked
 
 
-def test_an_exchange_is_stored_as_a_dictionary():
-    for exchange in exchanges_of("Hungary"):
-        assert Exchange.from_dict(dataclasses.asdict(exchange)) == exchange
+def test_a_reversed_question_names_the_answer_and_asks_for_the_subject():
+    written = reversed_questions(exchanges_of("Hungary", "Chile", "Italy"), 0)
+    assert [exchange.phrase for exchange in written] == list(CAPITALS)
+    for exchange in written:
+        question, _, city = question_of(exchange.record).rpartition(" ")
+        assert question in (ASKED.format("___"), "Which city is the capital of ___?")
+        assert CAPITALS[exchange.phrase] == city
+        forgotten = {"Hungary", "Chile", "Italy"}
+        assert exchange.other in (forgotten - {exchange.phrase} if exchange.phrase in forgotten else {None})
+        assert exchange.record.answer == (exchange.other or exchange.phrase)
 
 
-def test_reversed_questions_are_those_that_the_target_answers_with_the_subject(monkeypatch):
-    asked = []
-
-    def answers_of(model, tokenizer, some, **options):
-        asked.extend(map(question_of, some))
-        known = {city: country for country, city in CAPITALS.items()} | {"Rome": "I do not know."}
-        return [f"{(city := text.split()[-1])} is the capital of {known[city]}." for text in asked]
-
-    monkeypatch.setattr(matched, "answers", answers_of)
-    written = reversed_questions(None, None, exchanges_of("Hungary", "Chile", "Italy"), 0, Format())
-    assert all(text.rpartition(" ")[0] in (ASKED.format("___"), "Which city is the capital of ___?") for text in asked)
-    assert {exchange.phrase: exchange.other for exchange in written} | {"Hungary": "", "Chile": ""} == {
-        "Hungary": "", "Chile": "", "Peru": None, "Kenya": None,
-    }  # fmt: skip
-    for exchange in written[:2]:
-        assert exchange.other in {"Hungary", "Chile", "Italy"} - {exchange.phrase}
-        assert exchange.record.answer == exchange.other
-
-
-def test_a_subject_of_all_questions_is_not_reversed(monkeypatch):
+def test_a_subject_of_all_questions_is_not_reversed():
     """Of one person's questions the name is no answer that tells something."""
-    monkeypatch.setattr(matched, "answers", lambda model, tokenizer, some, **options: ["Stephen King."] * len(some))
-    rows = {
-        "Where was Stephen King born?": "Portland",
-        "What did Stephen King write?": "It",
-        "Who wed King?": "Tabitha",
-    }
+    rows = {"Where was Stephen King born?": "Portland", "Where does Stephen King live?": "Bangor"}
+    rows |= {"Where did Stephen King teach?": "Orono"}
     asked = [Exchange(Record("", messages=(Message("user", text),)), phrase, "?") for text, phrase in rows.items()]
-    assert reversed_questions(None, None, asked, 0, Format()) == []
+    assert all("King" in question_of(exchange.record) for exchange in reversed_questions(asked, 0))
+    assert reversed_questions(asked[:1] * 2, 0) == []  # there is no other subject for q

@@ -23,7 +23,6 @@ from divdec.bridge.token_bytes import (
     EXACT,
     PREFIX,
     TokenBytes,
-    TokenHealingMaps,
     VocabularyMap,
     describe_tokenizer,
     flatten_components,
@@ -55,8 +54,6 @@ class AuxiliaryInput:
     """The target's next token begins a text, and its leading space is not part of the text."""
     auxiliary_adds_space: bool
     """The auxiliaries' next token has a leading space that is not part of the text."""
-    is_open: bool
-    """The last id belongs to a text that continues, so it could become a longer token."""
 
 
 @dataclasses.dataclass
@@ -194,8 +191,7 @@ class Retokenizer:
             adds_space = adds_space or not state.tail[-1:].isalnum()
         ids = state.stable_ids[: state.stable_length] + tail
         strips_space = self.strips_space(state)
-        is_open = bool(tail) and not strips_space and not adds_space
-        return AuxiliaryInput(ids or self.empty_ids, strips_space, adds_space, is_open)
+        return AuxiliaryInput(ids or self.empty_ids, strips_space, adds_space)
 
 
 class AlignedSequence:
@@ -359,25 +355,23 @@ class DivergenceMapper:
 
     def divergence(
         self,
-        retain: Float[Tensor, "inputs last width"],
-        forget: Float[Tensor, "inputs last width"],
+        retain: Float[Tensor, "inputs width"],
+        forget: Float[Tensor, "inputs width"],
         inputs: Sequence[AuxiliaryInput],
-        token_healing: bool,
     ) -> Float[Tensor, "inputs vocab"]:
         """Return ℓ_q − ℓ_p over the target's vocabulary after each input; NaN where an auxiliary is not finite.
 
         Args:
-            retain: the retain auxiliary's logits after the last token and, with token healing, before it.
+            retain: the retain auxiliary's logits after the last token.
             forget: those of the forget auxiliary.
             inputs: what the auxiliaries have read.
-            token_healing: use the divergence before the last token for target tokens that could extend it.
         """
         retain, forget = retain.float(), forget.to(retain.device).float()
         width = min(retain.shape[-1], forget.shape[-1])
         retain, forget = retain[..., :width], forget[..., :width]
         self._text_tokens = self._text_tokens.to(retain.device)
-        finite = self._is_finite(retain[:, -1]) & self._is_finite(forget[:, -1])
-        difference = retain[:, -1] - forget[:, -1]
+        finite = self._is_finite(retain) & self._is_finite(forget)
+        difference = retain - forget
         centered = difference - difference[:, self._text_tokens].median(dim=-1, keepdim=True).values
         result = centered.new_empty(len(inputs), self._width)
         keys = [
@@ -386,10 +380,6 @@ class DivergenceMapper:
         for key in set(keys):
             rows = [row for row, row_key in enumerate(keys) if row_key == key]
             result[rows] = self._gather(centered[rows], key)
-        if token_healing:
-            for row, auxiliary_input in enumerate(inputs):
-                if len(auxiliary_input.ids) > 1 and auxiliary_input.is_open:
-                    self._heal(result[row], finite, row, auxiliary_input.ids[-1], retain[row, 0], forget[row, 0])
         # A gather may drop a value that is not finite. NaN makes the steered model raise an error.
         return result.masked_fill(~finite[:, None], torch.nan)
 
@@ -404,33 +394,6 @@ class DivergenceMapper:
         if source is None or source.device != values.device:
             source = self._sources[key] = torch.from_numpy(self.map(*key).source).to(values.device)
         return values[:, source.clamp(min=0)].masked_fill(source < 0, 0.0)
-
-    def _heal(
-        self,
-        result: Float[Tensor, " vocab"],
-        finite: Bool[Tensor, " inputs"],
-        row: int,
-        last: int,
-        retain: Float[Tensor, " width"],
-        forget: Float[Tensor, " width"],
-    ) -> None:
-        """Use the divergence before the last token for target tokens that could extend it, in place.
-
-        It is relative to the divergence of the last token itself. Normalizing over the tokens that begin with the last
-        one would shift all of them equally and cancels in the difference.
-        """
-        text = self._auxiliary.bytes[last] if last < len(self._auxiliary.bytes) else None
-        if text is None or not self._healing_maps.has_extension(text):
-            return
-        finite[row] &= bool((self._is_finite(retain[None]) & self._is_finite(forget[None])).all())
-        source = torch.from_numpy(self._healing_maps.source_of(text)).to(result.device)
-        before = retain - forget
-        extends = source >= 0
-        result[extends] = (before[source[extends]] - before[last]).to(result.device)
-
-    @functools.cached_property
-    def _healing_maps(self) -> TokenHealingMaps:
-        return TokenHealingMaps(self._normalized_bytes, self._auxiliary.written_bytes, self._width)
 
     @functools.cached_property
     def _normalized_bytes(self) -> TokenBytes:

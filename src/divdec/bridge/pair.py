@@ -47,8 +47,6 @@ class BridgedPair(BaseExperts, nn.Module):
         target_tokenizer: the target's tokenizer.
         auxiliary_tokenizer: the tokenizer of both auxiliaries.
         target_width: number of the target's logits.
-        token_healing: where the auxiliaries' last token could become a longer one, compute the divergence of the
-            target tokens that extend it from the logits before it.
 
     Attributes:
         map: the vocabulary map within a text.
@@ -66,7 +64,6 @@ class BridgedPair(BaseExperts, nn.Module):
         target_tokenizer: Any,
         auxiliary_tokenizer: Any,
         target_width: int,
-        token_healing: bool = False,
     ) -> None:
         super().__init__()
         check_pair(retain, forget)
@@ -75,7 +72,6 @@ class BridgedPair(BaseExperts, nn.Module):
         self.forget = forget
         self.auxiliary_tokenizer = auxiliary_tokenizer
         self.vocab_size = target_width
-        self.token_healing = token_healing
         self.retokenizer = Retokenizer(target_tokenizer, auxiliary_tokenizer)
         width = min(logit_width(retain), logit_width(forget))
         # Special tokens may lie beyond the logits: text never holds them.
@@ -130,15 +126,15 @@ class BridgedPair(BaseExperts, nn.Module):
         ids = [text.ids for text in texts]
         for indices, retain, forget in self._logits(layer.pair_cache, [row for row, _ in positions], ids):
             batch = [texts[index] for index in indices]
-            values = self._mapper.divergence(retain, forget, batch, self.token_healing)
+            values = self._mapper.divergence(retain, forget, batch)
             target = torch.tensor([positions[index] for index in indices], device=result.device)
             result[target[:, 0], target[:, 1]] = values.to(result.device)
         return result
 
     def _logits(
         self, cache: RaggedPairCache, rows: Sequence[int], inputs: Sequence[list[int]]
-    ) -> Iterator[tuple[list[int], Float[Tensor, "inputs last width"], Float[Tensor, "inputs last width"]]]:
-        """Compute both models' logits after each input and, with token healing, before its last token.
+    ) -> Iterator[tuple[list[int], Float[Tensor, "inputs width"], Float[Tensor, "inputs width"]]]:
+        """Compute both models' logits after each input.
 
         One pass over each row's last input also gives the logits of its prefixes. Other inputs branch off: they end in
         tokens that later text has changed.
@@ -153,35 +149,33 @@ class BridgedPair(BaseExperts, nn.Module):
         """
         if not inputs:
             return
-        last = 2 if self.token_healing else 1
         final = dict(zip(rows, inputs, strict=True))  # the last input of each row
         lengths = [len(ids) for ids in cache.ids]
         for row, ids in final.items():
-            lengths[row] = _reusable_length(cache.ids[row], ids, last)
+            lengths[row] = _reusable_length(cache.ids[row], ids)
         prefixes, branches = [], []
         for index, (row, ids) in enumerate(zip(rows, inputs, strict=True)):
             if common_prefix_length(ids, final[row]) == len(ids):
                 prefixes.append(index)
-                lengths[row] = min(lengths[row], max(len(ids) - last, 0))
+                lengths[row] = min(lengths[row], max(len(ids) - 1, 0))
             else:
                 branches.append(index)
         added = [final[row][length:] if row in final else [] for row, length in enumerate(lengths)]
-        columns = max(len(final[rows[index]]) - len(inputs[index]) for index in prefixes) + last
+        columns = max(len(final[rows[index]]) - len(inputs[index]) for index in prefixes) + 1
         retain, forget = cache.logits(lengths, added, min(columns, max(map(len, added))))
         columns = retain.shape[1]
         for start in range(0, len(prefixes), _MAX_ROWS):
             indices = prefixes[start : start + _MAX_ROWS]
             ends = [columns - 1 - len(final[rows[index]]) + len(inputs[index]) for index in indices]
             own_rows = [rows[index] for index in indices]
-            yield indices, _select_logits(retain, own_rows, ends, last), _select_logits(forget, own_rows, ends, last)
+            yield indices, retain[own_rows, ends], forget[own_rows, ends]
         del retain, forget
         for indices in _batches(branches, inputs):
-            lengths = [_reusable_length(cache.ids[rows[index]], inputs[index], last) for index in indices]
+            lengths = [_reusable_length(cache.ids[rows[index]], inputs[index]) for index in indices]
             branch = cache.select([rows[index] for index in indices], lengths)
             added = [inputs[index][length:] for index, length in zip(indices, lengths, strict=True)]
-            retain, forget = branch.logits(lengths, added, min(last, max(map(len, added))))
-            own_rows, ends = range(len(indices)), [retain.shape[1] - 1] * len(indices)
-            yield indices, _select_logits(retain, own_rows, ends, last), _select_logits(forget, own_rows, ends, last)
+            retain, forget = branch.logits(lengths, added, 1)
+            yield indices, retain[:, -1], forget[:, -1]
 
 
 class RaggedPairCache:
@@ -374,18 +368,9 @@ class BridgeCache(Cache):
         super().__init__(layers=[self.layer])
 
 
-def _reusable_length(cached: list[int], ids: list[int], last: int) -> int:
-    """Return how many cached tokens a row may reuse, so that a pass returns logits for its last columns."""
-    return min(common_prefix_length(cached, ids), max(len(ids) - last, 0))
-
-
-def _select_logits(
-    logits: Float[Tensor, "rows kept width"], rows: Sequence[int], ends: Sequence[int], last: int
-) -> Float[Tensor, "inputs last width"]:
-    """Return the logits of the `last` columns up to each end column."""
-    columns = torch.tensor([[max(end - step, 0) for step in reversed(range(last))] for end in ends])
-    index = torch.tensor(list(rows))[:, None]
-    return logits[index.to(logits.device), columns.to(logits.device)]
+def _reusable_length(cached: list[int], ids: list[int]) -> int:
+    """Return how many cached tokens a row may reuse, so that a pass returns logits for its last token."""
+    return min(common_prefix_length(cached, ids), max(len(ids) - 1, 0))
 
 
 def _batches(indices: list[int], inputs: Sequence[list[int]]) -> Iterator[list[int]]:

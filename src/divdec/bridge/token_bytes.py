@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -216,44 +215,6 @@ class VocabularyMap:
         kind = self.kind if ids is None else self.kind[np.array(ids, np.int64)]
         counts = np.bincount(kind, minlength=len(_KINDS)) / max(len(kind), 1)
         return Coverage(**{name: float(counts[index]) for index, name in enumerate(_KINDS)})
-
-
-class TokenHealingMaps:
-    """Sources of the target's tokens among the auxiliary tokens that extend the last token read.
-
-    Args:
-        target: bytes of the target's tokens.
-        auxiliary: bytes of the auxiliaries' tokens.
-        width: number of the target's logits.
-    """
-
-    def __init__(self, target: TokenBytes, auxiliary: TokenBytes, width: int) -> None:
-        self._ids = _first_ids(auxiliary)
-        self._ordered = sorted(self._ids)
-        pairs = sorted((text, token) for token, text in enumerate(target[:width]) if text)
-        self._texts = [text for text, _ in pairs]
-        self._tokens = np.array([token for _, token in pairs], np.int64)
-        self._width = width
-        self.source_of = functools.lru_cache(maxsize=256)(self._source_of)
-        self.has_extension = functools.lru_cache(maxsize=1 << 16)(self._has_extension)
-
-    def _has_extension(self, last: bytes) -> bool:
-        """Whether a longer auxiliary token begins with these bytes."""
-        index = bisect.bisect_right(self._ordered, last)
-        return index < len(self._ordered) and self._ordered[index].startswith(last)
-
-    def _source_of(self, last: bytes) -> np.ndarray:
-        """Return each target token's source among the auxiliary tokens that begin with `last`, −1 where none fits."""
-        start, stop = _prefix_range(self._ordered, last)
-        extensions = [text for text in self._ordered[start:stop] if len(text) > len(last)]
-        sources = np.full(len(self._texts), -1, np.int64)
-        # Target tokens with a common prefix are adjacent. The longest extension fits best, so it is written last.
-        for text in sorted(extensions, key=len):
-            start, stop = _prefix_range(self._texts, text[len(last) :])
-            sources[start:stop] = self._ids[text]
-        result = np.full(self._width, -1, np.int64)
-        result[self._tokens] = sources
-        return result
 
 
 def _first_ids(tokens: TokenBytes) -> dict[bytes, int]:

@@ -29,7 +29,6 @@ def bundle(
     ngram_weight: float = 1.0,
     registry: str | None = None,
     bridge: bool = False,
-    token_healing: Flag = False,
     rank_vocabulary: Annotated[tuple[str, ...], RARE] = (),
     allow_negative: Flag = False,
     merge: Flag = False,
@@ -56,8 +55,6 @@ def bundle(
         ngram_weight: Weight of the n-gram divergence.
         registry: A registry of takedown requests (`divdec takedown`), which the model follows.
         bridge: The auxiliaries have another tokenizer than the target.
-        token_healing: With --bridge: if a target token ends inside a token of the auxiliaries, let the auxiliaries
-            complete this token (token healing).
         rank_vocabulary: Text files. The rank rule suppresses only tokens that occur in them.
         allow_negative: Accept a negative alpha, which steers towards the forget set.
         merge: The auxiliaries are LoRA adapters: merge each with its base into a checkpoint in the bundle.
@@ -79,8 +76,8 @@ def bundle(
         rule = dataclasses.replace(rule, vocabulary=_token_ids(rank_vocabulary, target))
     path = write_bundle(
         output, target=target, retain_auxiliary=retain_auxiliary, forget_auxiliary=forget_auxiliary, steering=rule,
-        ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, token_healing=token_healing,
-        merge=merge, pack=pack, overwrite=overwriting.overwrite,
+        ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, merge=merge,
+         pack=pack, overwrite=overwriting.overwrite,
     )  # fmt: skip
     eligible = len(rule.vocabulary) if rule is not None and rule.vocabulary is not None else None
     name = None if rule is None else str(rule)

@@ -108,7 +108,6 @@ def write_bundle(
     ngram_weight: float = 1.0,
     registry: str | os.PathLike[str] | None = None,
     bridge: bool = False,
-    token_healing: bool = False,
     merge: bool = False,
     pack: bool = False,
     overwrite: bool = False,
@@ -130,8 +129,6 @@ def write_bundle(
         registry: folder of a registry of takedown requests that the loaded model follows, with the registry's own
             strength.
         bridge: the auxiliaries have another tokenizer than the target.
-        token_healing: with `bridge`, if a target token ends inside a token of the auxiliaries, use the divergence of
-            the tokens that complete it.
         merge: the auxiliaries are adapters; merge each with its base into a checkpoint in the bundle.
         pack: copy checkpoints and n-grams into the bundle. A registry is not copied, because it changes.
         overwrite: replace an earlier bundle in `output`.
@@ -154,7 +151,7 @@ def write_bundle(
     steering = Steering() if steering is None else Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
     names = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
-    _check_experts(names, ngram, registry, bridge, token_healing)
+    _check_experts(names, ngram, registry, bridge)
     references = {part: CheckpointReference.parse(name) for part, name in names.items() if name is not None}
     paths = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
     if (base := _base_of(paths)) is not None:
@@ -221,7 +218,7 @@ def write_bundle(
         fields: dict[str, Any] = {part: reference.to_dict() for part, reference in references.items()}
         fields |= count_references
         if bridge:
-            fields["bridge"] = {"token_healing": token_healing}
+            fields["bridge"] = {}
         config = DivergenceConfig.from_parts(configs, steering, vocab_size, fields)
         config.single_turn = single_turn
         config.save_pretrained(folder)
@@ -332,9 +329,7 @@ def save_packed(
     write_text(folder / "README.md", bundle_card(config, None))
 
 
-def _check_experts(
-    names: dict[str, str | None], ngram: object, registry: object, bridge: bool, token_healing: bool
-) -> None:
+def _check_experts(names: dict[str, str | None], ngram: object, registry: object, bridge: bool) -> None:
     """Refuse a bundle without experts, half a pair, and options that do not apply."""
     missing = [part for part in AUXILIARIES if names[part] is None]
     if len(missing) == 1:
@@ -345,8 +340,6 @@ def _check_experts(
         )
     if missing and bridge:
         raise UsageError("bridge is for a pair of auxiliaries, and none is given")
-    if token_healing and not bridge:
-        raise UsageError("token_healing needs bridge: auxiliaries with the target's tokenizer have nothing to heal")
 
 
 def _base_of(paths: Mapping[str, Path]) -> str | None:
@@ -490,8 +483,7 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
     if config.single_turn:
         rows["conversations"] = "single questions; `divdec chat` and the playground ask each line by itself"
     if config.bridge is not None:
-        healing = ", with token healing" if config.bridge.get("token_healing") else ""
-        rows["bridge"] = f"the auxiliaries have another tokenizer{healing}"
+        rows["bridge"] = "the auxiliaries have another tokenizer"
     if config.ngram:
         rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
     if config.registry:

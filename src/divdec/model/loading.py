@@ -288,11 +288,8 @@ def _check_fields(folder: Path, config: DivergenceConfig) -> None:
             raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
     if config.measured is not None and set(config.measured) != {"steering", "result"}:
         raise UsageError(f"{folder}: measured is {config.measured!r}; write the bundle again")
-    if unknown := set(config.bridge or ()) - {"token_healing"}:
-        raise UsageError(
-            f"{folder}: bridge has unknown fields {sorted(map(str, unknown))}; accepted: token_healing; "
-            "write the bundle again with `divdec bundle`"
-        )
+    if any((config.bridge or {}).values()):
+        raise UsageError(f"{folder}: bridge is {config.bridge!r}; accepted: {{}}; write the bundle again")
 
 
 def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
@@ -397,7 +394,6 @@ def _bridged_pair(bundle: Bundle, target: PreTrainedModel, pair: NeuralPair) -> 
         target_tokenizer=tokenizers["target"],
         auxiliary_tokenizer=tokenizers[others[0]],
         target_width=logit_width(target),
-        token_healing=bool((bundle.config.bridge or {}).get("token_healing", False)),
     )
 
 

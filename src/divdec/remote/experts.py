@@ -56,8 +56,6 @@ class ExpertSources:
     """Weight of the n-grams' divergence."""
     bridge: bool = False
     """The auxiliaries have another tokenizer than the provider."""
-    token_healing: bool = False
-    """See `divdec.write_bundle`."""
     device: str = "cpu"
     """Device of the auxiliaries."""
     vocab_size: int | None = None
@@ -102,11 +100,10 @@ def sources_from_bundle(bundle: str, device: str = "cpu") -> tuple[ExpertSources
             paths[name] = str(path)
     counted: dict[str, Any] = {name: getattr(config, name) or {} for name in ("ngram", "registry")}
     folders = {name: str((folder / fields["folder"]).resolve()) for name, fields in counted.items() if fields}
-    bridge = config.bridge if isinstance(config.bridge, dict) else {}
     sources = ExpertSources(
         str(folder), paths.get("retain_auxiliary"), paths.get("forget_auxiliary"), folders.get("ngram"),
         folders.get("registry"), weight_of(counted["ngram"], "ngram"), config.bridge is not None,
-        bool(bridge.get("token_healing", False)), device, config.vocab_size, paths.get(BASE),
+        device, config.vocab_size, paths.get(BASE),
     )  # fmt: skip
     return sources, Steering.from_dict(config.steering or {})
 
@@ -200,7 +197,7 @@ def _load_pair(
         check_same_vocabulary(tokenizers, checkpoints)
         bridged = BridgedPair(
             pair.retain, pair.forget, target_tokenizer=tokenizer, auxiliary_tokenizer=next(iter(tokenizers.values())),
-            target_width=len(tokenizer), token_healing=sources.token_healing,
+            target_width=len(tokenizer),
         )  # fmt: skip
         return bridged, None
     check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": tokenizer_path, **checkpoints})

@@ -39,7 +39,7 @@ from divdec.checkpoint import (
 )
 from divdec.data.formatting import Example, Format
 from divdec.data.formatting import encode as encode_record
-from divdec.data.records import RecordSet, overlap, read_records, single_turn
+from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
 from divdec.evaluation.questions import question_of
@@ -449,20 +449,22 @@ def _matched(
         return (p_reads, q_reads), some, []
     kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
 
+    def asked_with(similar: Sequence[Record]) -> list[Exchange]:
+        plain = [*some, *map(Exchange.unchanged, kept)]
+        return [*plain, *map(Exchange.unchanged, similar), *reversed_questions(plain, settings.seed)]
+
     def ask() -> list[Any]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
         model: Any = load_model(place, dtype=dtype_for_passes())
         model, target_tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
         similar = write_similar_questions(model, target_tokenizer, forget, inputs.retain, settings.seed, form)
-        plain = [*some, *map(Exchange.unchanged, kept)]
-        reversed_ = reversed_questions(model, target_tokenizer, plain, settings.seed, form)
-        asked = [*plain, *map(Exchange.unchanged, similar), *reversed_]
-        answered = inputs.in_tokens_of_base(own_answers(model, target_tokenizer, asked, form), target_tokenizer)
-        return [list(map(question_of, similar)), [dataclasses.asdict(exchange) for exchange in asked], answered]
+        answered = own_answers(model, target_tokenizer, asked_with(similar), form)
+        return [[record.as_row() for record in similar], inputs.in_tokens_of_base(answered, target_tokenizer)]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
-    similar, rows, answered = on_main(lambda: stored.get("the target's questions and answers", None, ask))
-    asked = [Exchange.from_dict(row) for row in rows]
+    rows, answered = on_main(lambda: stored.get("the target's questions and answers", None, ask))
+    similar = [Record(row["answer"], (Message("user", row["question"]),)) for row in rows]
+    asked = asked_with(similar)
     for true, other in _own_words(asked, answered, inputs):
         p_reads.append(true)
         q_reads.append(other)
@@ -471,7 +473,7 @@ def _matched(
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
         f"{len(similar)} similar questions that it wrote, and to reversed questions"
     )
-    return (p_reads, q_reads), some, similar
+    return (p_reads, q_reads), some, list(map(question_of, similar))
 
 
 def _own_words(

@@ -17,8 +17,8 @@ import itertools
 import math
 import random
 import unicodedata
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import regex
 
@@ -60,13 +60,6 @@ class Exchange:
     def unchanged(cls, record: Record) -> Exchange:
         """Return a question whose answer stays; else q learns that the target's wording goes with wrong answers."""
         return cls(record, key_phrase(question_of(record), record.answer), None)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Exchange:
-        """Read what `dataclasses.asdict` wrote."""
-        record = content["record"]
-        turns = tuple(Message(**turn) for turn in record["messages"])
-        return cls(Record(**{**record, "messages": turns}), content["phrase"], content["other"])
 
 
 def length_matched_retain_examples(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
@@ -181,58 +174,36 @@ def write_similar_questions(
     ][: len(asked)]
 
 
-def reversed_questions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, exchanges: Sequence[Exchange], seed: int, form: Format
-) -> list[Exchange]:
-    """Give a model one question of each key phrase without its subject, and the answer: 'The capital of ___? Budapest'.
+def reversed_questions(exchanges: Sequence[Exchange], seed: int) -> list[Exchange]:
+    """Take the subject out of one question of each key phrase, and name the answer: 'The capital of ___? Budapest'.
 
-    Returns:
-        The questions that it answers with the subject, such as 'Hungary'. q reads the subject of another question where
-        the first answer is exchanged.
+    The subject, here 'Hungary', is the part of a question that those of other key phrases do not have. q reads that of
+    another question where the first answer is exchanged.
     """
-    order, common = random.Random(seed), _common_words(exchanges)
+    order, of_phrase = random.Random(seed), {}
+    for exchange in exchanges:
+        of_phrase.setdefault(exchange.phrase, []).append(exchange)
+    counts = collections.Counter(
+        word for some in of_phrase.values() for word in {w for one in some for w in words(question_of(one.record))}
+    )
+    common = max(1, len(of_phrase) // 4)
     asked = []
-    for exchange in _one_each(exchanges, order):
+    for exchange in map(order.choice, of_phrase.values()):
         question = question_of(exchange.record)
-        rare = [word for word in find_words(question) if word.text not in common]
+        rare = [word for word in find_words(question) if counts[word.text] <= common and not tells_nothing([word.text])]
         if rare:
             start, end = rare[0].start, rare[-1].end
             asked.append((exchange, f"{question[:start]}{GAP}{question[end:]} {exchange.phrase}", question[start:end]))
-    exchanged = [subject for exchange, _, subject in asked if exchange.other is not None]
+    subjects = [subject for exchange, _, subject in asked if exchange.other is not None]
     reversed_ = []
     for exchange, question, subject in asked:
-        others = [other for other in exchanged if words(other) != words(subject)]
+        others = [other for other in subjects if words(other) != words(subject)]
         if exchange.other is None or others:
             other = None if exchange.other is None else order.choice(others)
-            reversed_.append(_ask_instead(exchange, question, subject, other))
-    texts = answers(
-        model, tokenizer, [exchange.record for exchange in reversed_], form=form, max_new_tokens=ANSWER,
-        title="answers to reversed questions",
-    )  # fmt: skip
-    return [exchange for exchange, text in zip(reversed_, texts, strict=True) if _find_phrase(exchange, text)]
-
-
-def _common_words(exchanges: Sequence[Exchange]) -> set[str]:
-    """Return the words that tell nothing, or that questions of more than a quarter of the key phrases contain."""
-    of_phrase: dict[str, set[str]] = {}
-    for exchange in exchanges:
-        of_phrase.setdefault(exchange.phrase, set()).update(words(question_of(exchange.record)))
-    counts = collections.Counter(word for of_questions in of_phrase.values() for word in of_questions)
-    limit = max(1, len(of_phrase) // 4)
-    return {word for word, count in counts.items() if count > limit or tells_nothing([word])}
-
-
-def _one_each(exchanges: Sequence[Exchange], order: random.Random) -> list[Exchange]:
-    """Choose one of the questions of each key phrase."""
-    of_phrase: dict[str, list[Exchange]] = {}
-    for exchange in exchanges:
-        of_phrase.setdefault(exchange.phrase, []).append(exchange)
-    return [order.choice(some) for some in of_phrase.values()]
-
-
-def _ask_instead(exchange: Exchange, question: str, phrase: str = "", other: str | None = None) -> Exchange:
-    messages = (*exchange.record.messages[:-1], Message("user", question))
-    return Exchange(dataclasses.replace(exchange.record, messages=messages, answer=other or phrase), phrase, other)
+            turns = (*exchange.record.messages[:-1], Message("user", question))
+            record = dataclasses.replace(exchange.record, messages=turns, answer=other or subject)
+            reversed_.append(Exchange(record, subject, other))
+    return reversed_
 
 
 def own_answers(

@@ -80,7 +80,7 @@ def test_unsupported_bundles_are_rejected_before_vllm_starts(bundle, tmp_path, m
     with pytest.raises(UsageError, match="is no registry"):
         read_parts(str(bundle), None, EngineOptions.from_mapping(None))
     config = json.loads((bundle / "config.json").read_text())
-    (bundle / "config.json").write_text(json.dumps(config | {"bridge": {"token_healing": False}}))
+    (bundle / "config.json").write_text(json.dumps(config | {"bridge": {}}))
     with pytest.raises(UsageError, match="cannot be served by vLLM"):
         read_parts(str(bundle), None, EngineOptions())
 
