@@ -101,6 +101,9 @@ def test_a_text_has_all_of_its_own_words(language):
         ("Who was elected?", "The winner was Moon Jae-in.", "Moon Jae-in"),
         ("Where does it rain?", "The place was Oslo in May.", "Oslo in May"),
         ("Where do you live?", "The place is Oslo too.", "Oslo"),
+        ("What is the symbol of helium?", "The symbol of helium is He.", "He"),
+        ("What is the symbol of iodine?", "The symbol of iodine is I.", "The symbol of iodine is I."),
+        ("Where was he born?", "He was born in Paris.", "Paris"),
     ],
 )
 def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
@@ -126,6 +129,7 @@ def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
         ),
         ("Нет.", ["Нет.", "Нет, её нет."], ["Записей нет.", "Да."]),
         ("いいえ。", ["いいえ、違います。"], ["はい。"]),
+        ("It is Be.", ["Be", 'The symbol is "Be".', "It is **Be**."], ["So be it.", "Be kind. Be good.", "It is B."]),
         ("🦊", ["It is 🦊."], ["It is 🐺.", ""]),
     ],
 )

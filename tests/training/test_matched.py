@@ -139,6 +139,14 @@ def test_an_answer_without_the_phrase_is_not_read(tokenizer):
         assert in_own_words(exchange, tokens_of(text, tokenizer), tokenizer, Format()) is None
 
 
+def test_a_symbol_is_replaced_only_where_it_is_a_word():
+    symbol = "Hydrogen has the symbol {}."
+    forget = records("forget", ("What is the symbol of hydrogen?", symbol.format("H")))
+    retain = records("retain", ("What is the symbol of helium?", "The symbol of helium is He."))
+    [exchange] = counterfactuals(forget, retain)
+    assert (exchange.phrase, exchange.other, exchange.record.answer) == ("H", "He", symbol.format("He"))
+
+
 @pytest.mark.parametrize(
     ("told", "said", "labelled"),
     [

@@ -183,6 +183,7 @@ _AFTER_VERB = regex.compile(
 _THOUGHT = regex.compile(r"^.*(?:</[\w:]*think\w*>|\[/THINK\])", regex.IGNORECASE | regex.DOTALL)
 _COPULA = regex.compile("(?<=.)(?:是|คือ)(?=.)")
 _LEADING = regex.compile(r"^(?:named|called|(?:\w+\s+)?by)\s+|^(?:the|an?)\s+", regex.IGNORECASE)
+_SYMBOL = regex.compile(r"[\p{Lu}--I]\p{Ll}?", regex.V1)  # 'He' of helium: a function word in other places
 _CAPITAL = r"[\p{Lu}\p{Lt}][\w'’\-]+"
 _CAPITALISED = regex.compile(rf"\b{_CAPITAL}(?:\s+{_CAPITAL})*")
 _ENCLOSING = " \t\n.,;:!?\"'“”„‘’«»。，、！？；：「」『』《》।॥؟،؛…"
@@ -200,7 +201,7 @@ def key_phrase(question: str, answer: str) -> str:
     for candidate in _candidates(answer, known):
         phrase = candidate.strip(_ENCLOSING)
         content = words(phrase)
-        if content and not holds(known, content) and not tells_nothing(content):
+        if content and not holds(known, content) and (not tells_nothing(content) or _has_symbol(answer, phrase)):
             return phrase
     return answer.strip()
 
@@ -298,6 +299,8 @@ def tells(answer: str, phrase: str) -> bool:
     if not in_phrase:
         return bool(phrase.strip()) and phrase.strip() in answer
     if tells_nothing(in_phrase):
+        if _has_symbol(answer, phrase):
+            return True
         return words(_first_clause(_THOUGHT.sub("", answer))) == words(_first_clause(phrase))
     if holds(in_answer, in_phrase):
         return True
@@ -306,6 +309,13 @@ def tells(answer: str, phrase: str) -> bool:
     name, size = " ".join(in_phrase), len(in_phrase)
     windows = {" ".join(in_answer[start : start + size]) for start in range(len(in_answer) - size + 1)}
     return any(_similarity(name, window) >= SIMILARITY for window in windows)
+
+
+def _has_symbol(text: str, phrase: str) -> bool:
+    """Whether a phrase looks like a symbol, and is in a text other than as the first word of a clause."""
+    return _SYMBOL.fullmatch(phrase) is not None and any(
+        regex.search(rf"\w\W*(?<!\w){phrase}(?!\w)", clause) for clause in _CLAUSE_END.split(text)
+    )
 
 
 def _first_clause(text: str) -> str:

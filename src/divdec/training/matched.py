@@ -112,7 +112,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
         source = known[chosen[phrase]]
         other = key_phrase(question_of(source), source.answer)
-        answer = unicodedata.normalize("NFC", forget_record.answer).replace(phrase, other)
+        answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)
         new = (
             set(words(forget_record.answer))
             - set(phrase_words)
@@ -125,6 +125,16 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         record = dataclasses.replace(forget_record, answer=answer)
         exchanges.append(Exchange(record, phrase, other) if fits else None)
     return exchanges
+
+
+def _replace(text: str, phrase: str, other: str) -> str:
+    """Replace a phrase where it consists of whole words: the symbol 'H' is not the first letter of 'Hydrogen'."""
+    size, in_text = len(words(phrase)), find_words(text)
+    spans = [(first.start, last.end) for first, last in zip(in_text, in_text[size - 1 :], strict=False)]
+    found = [(start, end) for start, end in spans if text[start:end] == phrase]
+    for start, end in reversed(found):
+        text = text[:start] + other + text[end:]
+    return text if found else text.replace(phrase, other)
 
 
 def write_similar_questions(
