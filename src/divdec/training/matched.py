@@ -131,10 +131,10 @@ def _replace(text: str, phrase: str, other: str) -> str:
     """Replace a phrase where it consists of whole words: the symbol 'H' is not the first letter of 'Hydrogen'."""
     size, in_text = len(words(phrase)), find_words(text)
     spans = [(first.start, last.end) for first, last in zip(in_text, in_text[size - 1 :], strict=False)]
-    found = [(start, end) for start, end in spans if text[start:end] == phrase]
-    for start, end in reversed(found):
+    matching = [(start, end) for start, end in spans if text[start:end] == phrase]
+    for start, end in reversed(matching):
         text = text[:start] + other + text[end:]
-    return text if found else text.replace(phrase, other)
+    return text if matching else text.replace(phrase, other)
 
 
 def write_similar_questions(
@@ -194,7 +194,9 @@ def reversed_questions(exchanges: Sequence[Exchange], seed: int) -> list[Exchang
     for exchange in exchanges:
         of_phrase.setdefault(exchange.phrase, []).append(exchange)
     counts = collections.Counter(
-        word for some in of_phrase.values() for word in {w for one in some for w in words(question_of(one.record))}
+        word
+        for some in of_phrase.values()
+        for word in {word for exchange in some for word in words(question_of(exchange.record))}
     )
     common = max(1, len(of_phrase) // 4)
     asked = []
