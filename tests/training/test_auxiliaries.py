@@ -398,9 +398,19 @@ def test_vocabulary_mismatch_is_detected_before_training(files, tmp_path, world)
     with pytest.raises(UsageError, match="leave bridge out"):
         train(files, bridge=True)
     assert not (tmp_path / "run").exists()
-    train(files, target=str(other), bridge=True)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_auxiliaries_with_another_tokenizer_steer_through_a_bridge(files, tmp_path, world, adapters):
+    from divdec_research.world.models import train_tokenizer
+
+    other = shutil.copytree(files["target"], tmp_path / "other")
+    train_tokenizer(world.corpus[:50], 400).save_pretrained(other)
+    train(files, target=str(other), bridge=True, adapters=adapters)
     model = DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
     assert isinstance(model.experts, BridgedPair)
+    ids = torch.tensor([[5, 9, 200, 31]])
+    assert model.experts.divergence(ids).abs().max() > 0.1
 
 
 def test_answers_are_read_in_tokens_of_the_base(files, tmp_path, world):
