@@ -77,7 +77,7 @@ def bundle(
     path = write_bundle(
         output, target=target, retain_auxiliary=retain_auxiliary, forget_auxiliary=forget_auxiliary, steering=rule,
         ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, merge=merge,
-         pack=pack, overwrite=overwriting.overwrite,
+        pack=pack, overwrite=overwriting.overwrite,
     )  # fmt: skip
     eligible = len(rule.vocabulary) if rule is not None and rule.vocabulary is not None else None
     name = None if rule is None else str(rule)
