@@ -5,8 +5,8 @@ the target's own answers to these questions, which are often worded otherwise th
 the other answer. And both read its own answers to as many retain questions, and to questions that it writes itself: q
 would otherwise answer similar questions wrongly that the retain set lacks.
 
-Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with three answers
-to choose from were tried: a small q did not learn to avoid the true one.
+Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with three
+answers to choose from were tried: a small q did not learn to avoid the true one.
 
 A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
 The target therefore also answers with these tokens at the place of the key phrase.
