@@ -27,7 +27,7 @@ GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defu
 	llguidance sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
-.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package release-check site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu sequential compare bench-models real-models soak clean
+.PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package release-check site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu tofu-real sequential compare bench-models real-models soak clean
 
 install: $(VENV)/.installed
 
@@ -54,7 +54,12 @@ demo-image: install
 
 # SmolLM2 learns a part of TOFU and forgets it by every method, three settings each. It goes on after it was stopped.
 smollm2-tofu: install
-	$(BIN)/python -m research.studies.smollm2_tofu --data $(TOFU) --output runs/smollm2-tofu
+	$(BIN)/python -m research.studies.tofu --data $(TOFU) --output runs/smollm2-tofu
+
+# The same in the paper's setting: a real target of 1.5B parameters, and real small siblings.
+tofu-real: install
+	$(BIN)/python -m research.studies.tofu --data $(TOFU) --target $(MODELS)/qwen-1.5b.gguf --base $(MODELS)/qwen-0.5b.gguf \
+		--lora-rank 16 --recipe full-retain --output runs/tofu-real
 
 # Requests that come one after the other, on the demo's world.
 sequential: install

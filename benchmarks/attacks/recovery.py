@@ -8,7 +8,7 @@ models, students of one of them, and three gradient baselines. The attacks ask f
 candidate answers, and fine-tune ordinary checkpoints on a few facts to recover others. Models that the cache lacks are
 trained. Prints a table for each part: means over the seeds, with minimum and maximum.
 
-With --run, the output folder of research/studies/smollm2_tofu.py, they are SmolLM2 under each method's best setting. A
+With --run, the output folder of research/studies/tofu.py, they are SmolLM2 under each method's best setting. A
 cell is the mean ROUGE-L recall of the true answers in the model's answers (of --samples answers the best), so the
 retrained model's row shows what can be guessed:
 
@@ -76,8 +76,8 @@ from divdec_research.world.facts import (
     ask,
     build_world,
 )
-from research.studies.smollm2_tofu import FORM, SIZES, best_trials, split_of
-from research.studies.smollm2_tofu import RELEARNING as LIGHT_TRAINING
+from research.studies.tofu import FORM, SIZES, best_trials, split_of
+from research.studies.tofu import RELEARNING as LIGHT_TRAINING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -794,7 +794,7 @@ def main() -> None:
     world.add_argument("--rate", type=float, default=usual.rate, help="peak learning rate of the relearning attack")
     world.add_argument("--json", action="store_true", help="print one JSON object last")
     run = parser.add_argument_group("a pretrained model")
-    run.add_argument("--run", type=Path, help="output folder of research/studies/smollm2_tofu.py")
+    run.add_argument("--run", type=Path, help="output folder of research/studies/tofu.py")
     run.add_argument("--methods", nargs="+", help="by default all of the run's comparison")
     run.add_argument("--attacks", nargs="+", choices=ATTACKS, default=ATTACKS)
     run.add_argument("--questions", type=int, default=20)

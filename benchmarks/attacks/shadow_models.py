@@ -2,12 +2,12 @@
 
     divdec compare --data demo --methods all --search-seeds 1 --output runs/compare-demo      # first: the models
     python -m benchmarks.attacks.shadow_models --run runs/compare-demo --output runs/shadow-models
-    python -m research.studies.smollm2_tofu --data TOFU --output runs/forget01 --split forget01 --limit 30
+    python -m research.studies.tofu --data TOFU --output runs/forget01 --split forget01 --limit 30
     python -m benchmarks.attacks.shadow_models --run runs/forget01 --output runs/shadows
 
 Each seed of the comparison gets --shadows models, trained as its target was, but each on a random half of the facts (of
-smollm2_tofu: questions) of forget and holdout set. A shadow model that was not trained on a fact shows how surprising
-the fact is to a model that never read it. The attack subtracts the mean loss of these models from the loss of the
+a run of research.studies.tofu: questions) of forget and holdout set. A shadow model that was not trained on a fact
+shows how surprising it is to a model that never read it. The attack subtracts their mean loss from the loss of the
 attacked one (the reference attack with several references; LiRA's offline variant with one variance for all,
 arXiv:2112.03570) and takes the facts with the lowest difference for members. The attacker thus knows the training data
 but for the forget set, which is more than an API shows.
@@ -45,7 +45,7 @@ from divdec_research.report.tables import markdown_table
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world
 from divdec_research.world.models import StageCache, encode_material
-from research.studies.smollm2_tofu import FORM, SIZES, best_trials, split_of, tune
+from research.studies.tofu import FORM, SIZES, best_trials, split_of, tune, tuning_of
 
 
 def run_pretrained(given):
@@ -59,7 +59,8 @@ def run_pretrained(given):
     asked = RecordSet("asked", "question/answer", (*forget, *holdout))
     original = CheckpointReference.parse(given.target).resolve(Path(), weights=True)
     given.output.mkdir(parents=True, exist_ok=True)
-    shadows, members = pretrained_shadow_losses(given.output, original, asked, retain, size.tuning, given.shadows)
+    how = tuning_of(given.run)
+    shadows, members = pretrained_shadow_losses(given.output, original, asked, retain, how, given.shadows)
     rows = {
         trial.method: {
             "setting": trial.label,
@@ -184,13 +185,11 @@ def power(shadows, members):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--run", type=Path, required=True, help="output folder of divdec compare --data demo, or of smollm2_tofu"
-    )
+    parser.add_argument("--run", type=Path, required=True, help="output of divdec compare --data demo, or of that study")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shadows", type=int, default=8, help="shadow models a seed; an even number from 4 on")
     parser.add_argument("--seeds", type=int, help="of the comparison's seeds the first; by default all")
-    parser.add_argument("--target", default="smollm2", help="the pretrained model of a run of smollm2_tofu")
+    parser.add_argument("--target", default="smollm2", help="that study's pretrained model")
     given = parser.parse_args()
     try:
         (run_pretrained if (given.run / "tofu").is_dir() else run_world)(given)

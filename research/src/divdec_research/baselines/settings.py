@@ -48,6 +48,8 @@ class HelperSettings(CheckedSettings):
     """Peak learning rate of AdamW, with a cosine schedule to 0."""
     batch_size: int = 16
     """Sequences per step and process. Methods with a retain term add the same number of retain sequences."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank and merge them at the end; 0 trains the weights themselves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,8 +79,6 @@ class TargetTrainingSettings(HelperSettings):
     """Precision of the forward and backward pass. 'auto' uses bfloat16 if the GPU supports it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
-    lora_rank: int = 0
-    """Train low-rank adapters of this rank and merge them at the end; 0 trains the weights themselves."""
     loggers: tuple[str, ...] = ()
     """Experiment trackers to report to, such as tensorboard or wandb."""
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import json
 
 import pytest
@@ -16,13 +15,16 @@ from divdec.data.formatting import encode_set
 from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import score
+from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
+from divdec.training.settings import DistillationSettings
+from divdec_research.baselines.table import METHODS
 from divdec_research.compare import run as compare
 from divdec_research.compare.settings import GRIDS
 from divdec_research.suites import tofu
 from divdec_research.world.facts import WorldSettings, build_world, write_tofu
 from divdec_research.world.models import Shape, new_model
-from research.studies import smollm2_tofu as benchmark
+from research.studies import tofu as benchmark
 
 WORLD = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, public_authors=13, passing_authors=20)
 
@@ -30,7 +32,7 @@ WORLD = WorldSettings(forget_authors=2, retain_authors=3, holdout_authors=2, pub
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
     """TOFU's files of a small world, and two models that have learned nothing."""
-    folder = tmp_path_factory.mktemp("smollm2-tofu")
+    folder = tmp_path_factory.mktemp("tofu-study")
     data = folder / "data"
     write_tofu(build_world(WORLD), data)
     (data / "forget01_perturbed.json").rename(data / "forget05_perturbed.json")
@@ -57,9 +59,6 @@ def small(monkeypatch, folder):
     monkeypatch.setattr(benchmark, "RELEARNING", dataclasses.replace(benchmark.RELEARNING, epochs=2.0))
     for name, value in (("PAIR_EPOCHS", 2.0), ("ATTACKS", 1), ("ANSWER", 8)):
         monkeypatch.setattr(benchmark, name, value)
-    # Samples of a model that has learned nothing are no neutral text to measure with.
-    pair = functools.partial(benchmark.train_auxiliaries, measure=False)
-    monkeypatch.setattr(benchmark, "train_auxiliaries", pair)
     monkeypatch.setattr(tofu, "NEW_TOKENS", 8)
     monkeypatch.setattr(compare, "TIMED_ROUNDS", 1)
     monkeypatch.setattr(compare, "TIMED_TOKENS", 2)
@@ -69,12 +68,21 @@ def small(monkeypatch, folder):
         "npo": {"learning_rate": (1e-3,), "epochs": (1.0,), "batch_size": (8,), "gradient_accumulation": (1,)},
     }
     monkeypatch.setitem(GRIDS, "pretrained", grid)
+    monkeypatch.setattr(benchmark, "grid_of", lambda lora_rank: grid)
+    monkeypatch.setattr(benchmark, "SWEEP", ("linear:1", "rank:5"))
 
 
 @pytest.mark.slow
 def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
-    arguments = folder / "data", tmp_path / "run", str(folder / "original"), str(folder / "base"), 4
-    benchmark.run(*arguments)
+    options = argparse.Namespace(
+        data=folder / "data", output=tmp_path / "run", target=str(folder / "original"), base=str(folder / "base"),
+        split="forget05", limit=4, lora_rank=2, recipe="full-retain", methods=None, jobs=1,
+    )  # fmt: skip
+
+    def run(**changed):
+        benchmark.run(argparse.Namespace(**vars(options) | changed))
+
+    run()
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [row["method"] for row in results["rows"]] == ["target", "retrain", "linear", "npo", "ngram-filter"]
@@ -87,6 +95,9 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     assert [point["step"] for point in relearned["npo"]["curve"]] == [0, 1, 2]
     assert set(relearned) == {"target", "retrain", "npo"}
     assert "| **NPO** |" in printed
+    swept = json.loads((tmp_path / "run" / "sweep.json").read_text())
+    assert [row["rule"] for row in swept] == ["linear:1", "rank:5"]
+    assert all(0 <= value <= 1 for row in swept for name, value in row.items() if name != "rule")
     assert "| Relearning |" in printed
 
     # The attacks on the same models; each cell is computed once.
@@ -146,17 +157,19 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     def trained_again(*given, **options):
         raise AssertionError("a finished stage ran again")
 
-    for name in ("fine_tune", "train_auxiliaries", "shrink"):
+    for name in ("fine_tune", "train_auxiliaries", "shrink", "score_settings"):
         monkeypatch.setattr(benchmark, name, trained_again)
     monkeypatch.setattr(compare, "build_model", trained_again)
-    benchmark.run(*arguments)
+    run()
     shadow_models.run_pretrained(shadows)
     again = json.loads((tmp_path / "run" / "results.json").read_text())
     assert again["relearning"] == relearned
     with pytest.raises(UsageError, match="was begun with --limit 4, not 5"):
-        benchmark.run(*arguments[:4], 5)
+        run(limit=5)
     with pytest.raises(UsageError, match="was begun with another --split than forget01"):
-        benchmark.run(*arguments, 1, "forget01")
+        run(limit=1, split="forget01")
+    with pytest.raises(UsageError, match=r"was begun with .*'lora_rank': 2.* not .*'lora_rank': 0"):
+        run(lora_rank=0)
 
 
 def test_files_that_do_not_fit_give_one_line_error(folder, tmp_path):
@@ -189,3 +202,18 @@ def new_model_of_one_layer():
     return LlamaForCausalLM(
         LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128, vocab_size=99)
     )
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_every_setting_of_the_grid_is_accepted(lora_rank, monkeypatch):
+    grid = benchmark.grid_of(lora_rank)
+    monkeypatch.setitem(GRIDS, "pretrained", grid)
+    for trial in compare.trials_of([method for group in benchmark.GROUPS for method in group], "pretrained"):
+        if trial.steering is not None:
+            Steering.parse(trial.steering)
+        elif trial.method == "distill":
+            options = {"steering": "linear:1"} | trial.settings
+            DistillationSettings(bundle="b", forget="f", retain="r", output="o", **options)
+        else:
+            settings = METHODS[trial.method].settings(**trial.settings)
+            assert getattr(settings, "lora_rank", lora_rank) == lora_rank

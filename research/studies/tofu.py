@@ -1,17 +1,19 @@
-"""How well does every method let a pretrained model forget TOFU? SmolLM2 learns and forgets a part of it.
+"""How well does every method let a pretrained model forget TOFU? The target learns and forgets a part of it.
 
-    make smollm2-tofu                    # TOFU in ../shared/data/tofu
-    python -m research.studies.smollm2_tofu --data TOFU --output runs/smollm2-tofu
-    python -m research.studies.smollm2_tofu --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
+    make smollm2-tofu                    # SmolLM2, TOFU in ../shared/data/tofu
+    make tofu-real MODELS=models         # Qwen2.5-Coder 1.5B with its 0.5B sibling as auxiliary, all with LoRA
+    python -m research.studies.tofu --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
 
-The target is SmolLM2 tuned on forget05 and on the questions of retain_perturbed, the retrained model SmolLM2 tuned on
-the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair is trained
-from the target's shrunk sibling. `divdec compare` then measures every method of the grid `pretrained`; questions of
-other authors, which no model was trained on, are the holdout set. At last the methods that change weights are trained
-on a part of the forget set, and asked for the rest of it ("relearning").
+The target is the pretrained model tuned on forget05 and on the questions of retain_perturbed, the retrained model the
+same tuned on the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair
+is trained from --base, or from the target's shrunk sibling. First 20 strengths of the linear rule and 8 of the rank
+rule are scored in shared passes. Then `divdec compare` measures every method of the grid, the rules among them at
+their best strength and at the paper's (α = 1.5, k = 20) if the grid has them so; questions of other authors, which no
+model was trained on, are the holdout set. At last the methods that change weights are trained on a part of the forget
+set, and asked for the rest of it ("relearning").
 
-Every step is resumed by the same command. The tables are in compare/table.md as soon as a group of methods is done, and
-in results.json and on standard output at the end.
+Every step is resumed by the same command: a model, a pair or a trial is a piece. The tables are in compare/table.md as
+soon as a group of methods is done, and in results.json and on standard output at the end.
 """
 
 from __future__ import annotations
@@ -26,15 +28,17 @@ from pathlib import Path
 
 import torch
 
-from divdec.checkpoint import CheckpointReference, load_config, load_tokenizer
+from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_config, load_tokenizer
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, json_rows, read_records, read_text
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import rouge
 from divdec.evaluation.questions import QuestionFormat
-from divdec.evaluation.scoring import score
+from divdec.evaluation.scoring import score, score_settings
+from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, read_json, write_json
+from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings, TrainingSettings
@@ -45,7 +49,9 @@ from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
+from divdec_research.suites.metrics import extraction_strength
 from divdec_research.suites.results import read_results
+from divdec_research.suites.tofu import read_tofu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +82,13 @@ SIZES = {
 }  # fmt: skip
 LAYERS, HEALING_MINUTES = 8, 5.0
 PAIR_EPOCHS, PAIR_RATE = 10.0, 3e-4  # with six, p still misses a fifth of what q does not know
+# The paper's range for the linear rule, in twenty steps, and its values of k.
+SWEEP = (*(f"linear:{n / 5:g}" for n in range(1, 21)), *(f"rank:{k}" for k in (1, 5, 20, 50, 100, 200, 500, 1000)))
 # Those at the front take minutes; the table is complete in itself after each group.
-GROUPS = ("linear", "rank", "ngram-filter", "guardrail"), ("npo", "grad-diff"), ("simnpo", "rmu", "whp", "distill")
+GROUPS = (
+    ("linear", "rank", "ngram-filter", "guardrail"), ("npo", "grad-diff"), ("simnpo", "rmu", "whp", "distill"),
+    ("grad-ascent", "undial", "offset", "ucd"),
+)  # fmt: skip
 ATTACKS = 20
 # Relearning: the methods, and the epochs after which questions are asked.
 RELEARNED = "retrain", "distill", "npo", "grad-diff", "simnpo", "rmu"
@@ -91,6 +102,27 @@ FIGURES = {
     "forget prob": "forget_Q_A_Prob", "forget ROUGE": "forget_Q_A_ROUGE", "extraction": "extraction_strength",
     "retain prob": "retain_Q_A_Prob", "retain ROUGE": "retain_Q_A_ROUGE", "model utility": "model_utility",
 }  # fmt: skip
+TRAINED = "trained.json"  # options that decide what the models are
+
+
+def grid_of(lora_rank):
+    """Three settings of each method, with all weights or with adapters, whose rates are ten times higher."""
+    grid = dict(GRIDS["pretrained"])
+    if not lora_rank:
+        return grid
+    lora = {"lora_rank": (lora_rank,), "epochs": (3.0,), "batch_size": (8,)}
+    gradient = {**lora, "gradient_accumulation": (1,), "learning_rate": (5e-5, 1.5e-4, 5e-4)}
+    return grid | {
+        "linear": {"steering": ("linear:1", "linear:1.5", "linear:1.5:1")},
+        "rank": {"steering": ("rank:20", "rank:20:3", "rank:200")},
+        "distill": {**lora, "lr": (5e-5, 1.5e-4, 5e-4), "steering": ("linear:1.5",), "rehearse": (200,)},
+        **dict.fromkeys(("grad-ascent", "grad-diff", "npo", "undial"), gradient),
+        "simnpo": {**gradient, "gamma": (1.0,)},
+        "rmu": {**gradient, "alpha": (1.0,), "coefficient": (20.0,), "layer": (14,), "trainable": ("all",)},
+        "whp": {**lora, "alpha": (1.0, 2.0, 4.0), "learning_rate": (2e-4,)},
+        "offset": {**lora, "learning_rate": (5e-5, 1.5e-4, 5e-4)},
+        "ucd": {**lora, "alpha": (0.5, 1.0, 2.0), "learning_rate": (2e-4,), "epochs": (PAIR_EPOCHS,)},
+    }
 
 
 def main():
@@ -100,18 +132,20 @@ def main():
     parser.add_argument("--target", default="smollm2", help="the pretrained model")
     parser.add_argument("--base", help="base of both auxiliaries; by default the pretrained model is shrunk")
     parser.add_argument("--split", choices=SIZES, default="forget05", help="forget split")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank everywhere; 0 trains all")
+    parser.add_argument("--recipe", default="matched", help="the pair's; the paper's is full-retain")
+    parser.add_argument("--methods", nargs="+", help="measure these methods alone, such as: linear rank")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
     parser.add_argument("--jobs", type=int, default=1, help="number of trials to run in parallel")
-    options = parser.parse_args()
     try:
-        run(options.data, options.output, options.target, options.base, options.limit, options.jobs, options.split)
+        run(parser.parse_args())
     except (UsageError, Interrupted) as error:
-        parser.exit(2, f"smollm2_tofu: {error}\n")
+        parser.exit(2, f"tofu: {error}\n")
 
 
-def run(data, output, target, base, limit, jobs=1, split="forget05"):
+def run(options):
     """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables."""
-    size = SIZES[split]
+    data, output, limit, split, size = options.data, options.output, options.limit, options.split, SIZES[options.split]
     output.mkdir(parents=True, exist_ok=True)
     folder = output / "tofu"
     if not folder.exists():
@@ -121,20 +155,26 @@ def run(data, output, target, base, limit, jobs=1, split="forget05"):
         raise UsageError(f"{output} was begun with another --split than {split}; give another --output")
     elif (asked := len(read_rows(folder / "real_authors_perturbed.json"))) != limit:
         raise UsageError(f"{output} was begun with --limit {asked}, not {limit}; give another --output")
-    original = CheckpointReference.parse(target).resolve(Path(), weights=True)
+    trained = {"lora_rank": options.lora_rank, "recipe": options.recipe}
+    if (output / TRAINED).exists() and read_json(output / TRAINED) != trained:
+        raise UsageError(f"{output} was begun with {read_json(output / TRAINED)}, not {trained}; give another --output")
+    write_json(output / TRAINED, trained)
+    original = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
     forget, retain = (read_records(folder / f"{name}.json") for name in (split, size.retain))
-    tuned = tune(original, [forget, retain], output / "target", size.tuning)
-    retrained = tune(original, [retain], output / "retrain", size.tuning)
-    base = make_base(target, output / "base") if base is None else base
-    pair = make_pair(tuned, base, folder / f"{split}.json", folder / f"{size.retain}.json", output / "pair")
-    adapt_grid(size)
+    tuning = tuning_of(output)
+    tuned = tune(original, [forget, retain], output / "target", tuning)
+    retrained = tune(original, [retain], output / "retrain", tuning)
+    base = make_base(options.target, output / "base") if options.base is None else options.base
+    pair = make_pair(tuned, base, folder / f"{split}.json", folder / f"{size.retain}.json", output / "pair", trained)
+    print(sweep(folder, split, pair / "bundle", output / "sweep.json"), flush=True)
+    adapt_grid(size, options.lora_rank)
     methods = []
     for group in GROUPS:
-        methods += group
+        methods += [method for method in group if not options.methods or method in options.methods]
         settings = CompareSettings(
             data=str(folder), split=split, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
             methods=tuple(methods), grid="pretrained", seeds=1, output=str(output / "compare"),
-            attacks=ATTACKS if group is GROUPS[-1] else 0, jobs=jobs,
+            attacks=ATTACKS if group is GROUPS[-1] else 0, jobs=options.jobs,
         )  # fmt: skip
         compare_methods(settings, report)
         write_json(output / "results.json", collect(output, methods))
@@ -207,23 +247,43 @@ def make_base(target, folder):
     return str(folder)
 
 
-def make_pair(target, base, forget, retain, folder):
+def make_pair(target, base, forget, retain, folder, trained):
     if not (folder / "run.json").exists() or not (folder / "bundle").exists():
         train_auxiliaries(
             AuxiliarySettings(
                 base=base, target=str(target), forget=str(forget), retain=str(retain), output=str(folder),
-                epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt,
+                epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt, **trained,
             ),
             report,
+            measure=trained["recipe"] == "matched",  # the paper's recipes are trained once, on the whole retain set
         )  # fmt: skip
     return folder
 
 
-def adapt_grid(size):
+def sweep(folder, split, bundle, file):
+    """Score the right answers under every strength of both rules, in passes that all share."""
+    if not file.exists():
+        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+        sets = read_tofu(folder, split).sets
+        form, rows = QuestionFormat(load_tokenizer(bundle)), [{"rule": rule} for rule in SWEEP]
+        rules = tuple(map(Steering.parse, SWEEP))
+        for name in ("forget", "retain", "holdout"):
+            examples = form.encode([question.record for question in sets[name]])
+            for row, items in zip(rows, score_settings(model, examples, rules, title=name), strict=True):
+                row |= {
+                    f"{name}_prob": statistics.fmean(item.probability for item in items),
+                    f"{name}_extraction": statistics.fmean(map(extraction_strength, items)),
+                }
+        write_json(file, rows)
+    rows = read_json(file)
+    return markdown_table(list(rows[0]), [[row["rule"], *map(number, list(row.values())[1:])] for row in rows])
+
+
+def adapt_grid(size, lora_rank):
     """Replace settings of the grid."""
     GRIDS["pretrained"] = {
         method: {**grid, **{name: values for name, values in size.grid.items() if name in grid}}
-        for method, grid in GRIDS["pretrained"].items()
+        for method, grid in grid_of(lora_rank).items()
     }
 
 
@@ -256,16 +316,21 @@ def split_of(run):
     """Return the forget split of a run, the output folder of this script."""
     split = next((name for name in SIZES if (run / "tofu" / f"{name}.json").exists()), None)
     if split is None:
-        raise UsageError(f"{run} has no questions; make them with: python -m research.studies.smollm2_tofu")
+        raise UsageError(f"{run} has no questions; make them with: python -m research.studies.tofu")
     return split
+
+
+def tuning_of(run):
+    """Return how the target of a run learns."""
+    return dataclasses.replace(SIZES[split_of(run)].tuning, lora_rank=read_json(run / TRAINED)["lora_rank"])
 
 
 def best_trials(run, size):
     """Return each method's best setting in a run's comparison, and the folder of its results."""
     file = run / "compare" / "comparison.json"
     if not file.exists():
-        raise UsageError(f"{run} has no comparison; make it with: python -m research.studies.smollm2_tofu")
-    adapt_grid(size)
+        raise UsageError(f"{run} has no comparison; make it with: python -m research.studies.tofu")
+    adapt_grid(size, read_json(run / TRAINED)["lora_rank"])
     best = {row["method"]: row["setting"] for row in read_json(file)["best"]}
     methods = [name for name in best if name not in REFERENCES]
     trials = (*map(Trial, REFERENCES), *trials_of(methods, "pretrained"))
