@@ -185,7 +185,7 @@ def power(shadows, members):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="output of divdec compare --data demo, or of that study")
+    parser.add_argument("--run", type=Path, required=True, help="output of divdec compare --data demo, or the study's")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shadows", type=int, default=8, help="shadow models a seed; an even number from 4 on")
     parser.add_argument("--seeds", type=int, help="of the comparison's seeds the first; by default all")
