@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # vllm, lm-eval and browser have targets of their own, and dev is what runs the tests. smollm2 needs a compiler.
 EXTRAS = {
-    "lora": "import peft",
     "serve": "import divdec.serving.server",
     "otel": "import opentelemetry.exporter.otlp.proto.http.trace_exporter, opentelemetry.sdk.trace",
     "ui": "import divdec.playground.page",

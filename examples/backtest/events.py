@@ -45,7 +45,7 @@ CUTOFF, UNREAD = "2020-01-01", "2024-10-01"  # from the second date on, events a
 KNOWN = 0.5  # probability of what happened from which on the target counts as knowing it
 NAME = "qwen"
 SWEEP = tuple(f"linear:{alpha:g}" for alpha in (0.25, 0.5, 0.75, 1, 1.5, 2))
-TRAINING = ("--recipe", "full-retain", "--adapters", "--lr", "2e-4", "--epochs", "6")
+TRAINING = ("--recipe", "full-retain", "--lr", "2e-4", "--epochs", "6")
 AGENT = "You forecast events. The date is 31 December 2019. First call the tool, then name the outcome that you expect."
 
 

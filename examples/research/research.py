@@ -34,7 +34,6 @@ from divdec.runs import read_json, write_json
 
 METHODS = ("min-likelihood", "npo", "simnpo")
 LORA = ("--lora-rank", "16", "--lr", "2e-4", "--epochs", "4", "--batch-size", "8", "--gradient-accumulation", "1")
-PAIR = ("--adapters", "--lr", "2e-4", "--epochs", "4")
 COLUMNS = ("forget", "reworded", "retain", "unlisted", "neutral")
 ANSWER = 20  # tokens
 
@@ -139,7 +138,7 @@ def draw(path: Path, shares: dict[str, dict[str, float]]) -> None:
                      description="Each method: forgotten facts to the right, other facts kept upwards.")  # fmt: skip
 
 
-def main(arguments: list[str] | None = None, lora: Sequence[str] = LORA, pair: Sequence[str] = PAIR) -> dict:
+def main(arguments: list[str] | None = None, lora: Sequence[str] = LORA, pair: Sequence[str] = ()) -> dict:
     """Parse the command line, and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="real-models/qwen-1.5b.gguf")

@@ -6,7 +6,7 @@
 The target writes questions about each person, from memory and about RWKU's passages, and turns them round ("Who was
 born in Portland?"). An answer from memory counts only if the target gives it again when it is asked.
 Sentences of the passages with a blank are questions, too. RWKU's own questions are not trained on. p reads these
-questions and some passages, q the same with the answers of other people (`divdec train --adapters`). Other people of
+questions and some passages, q the same with the answers of other people (`divdec train`). Other people of
 the data are the retain set. Then `divdec eval rwku` measures target and bundle: forget levels 1 to 3, each kind of
 attack, and the neighbours, about whom neither model has read anything.
 
@@ -264,7 +264,7 @@ def run(options):
     pair = options.output / "pair"
     settings = AuxiliarySettings(
         base=options.base, target=options.target, forget=str(options.output / "forget.jsonl"),
-        retain=str(options.output / "retain.jsonl"), output=str(pair), adapters=True, lr=options.lr,
+        retain=str(options.output / "retain.jsonl"), output=str(pair), lr=options.lr,
         epochs=options.epochs, seed=options.seed,
     )  # fmt: skip
     if not finished(pair):

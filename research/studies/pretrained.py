@@ -243,8 +243,8 @@ def measure_pairs(options):
             train_auxiliaries(
                 AuxiliarySettings(
                     base=options.base, target=options.target, recipe=options.recipe, forget=str(paths["forget"]),
-                    retain=str(paths["retain"]), output=str(pair), epochs=options.epochs, lr=options.lr, seed=seed,
-                    steering="rank:20:3",
+                    retain=str(paths["retain"]), output=str(pair), epochs=options.epochs, lr=options.lr, lora_rank=0,
+                    seed=seed, steering="rank:20:3",
                 ),
                 measure=False,
             )  # fmt: skip

@@ -252,7 +252,7 @@ def make_pair(target, base, forget, retain, folder, trained):
         train_auxiliaries(
             AuxiliarySettings(
                 base=base, target=str(target), forget=str(forget), retain=str(retain), output=str(folder),
-                epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt, **trained,
+                epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt, adapters=False, **trained,
             ),
             report,
             measure=trained["recipe"] == "matched",  # the paper's recipes are trained once, on the whole retain set

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from divdec.errors import UsageError
 
 EXTRAS = {
-    "lora": ("peft",),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "llguidance"),
     "vllm": ("vllm",),
     "ui": ("gradio",),

@@ -245,7 +245,7 @@ def test_doctor_reports_whether_bundle_loads(bundle, own_checkpoints, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["bundle"]["loads"]
     assert found["versions"]["torch"]
-    assert found["extras"]["lora"] in (True, False)
+    assert found["extras"]["serve"] in (True, False)
     (own_checkpoints / "retain" / "model.safetensors").unlink()
     assert main("doctor", bundle) == 1  # without the option too, as other verbs take a bundle
     assert "does not load" in capsys.readouterr().out

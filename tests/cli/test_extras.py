@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from divdec import UsageError
 from divdec.cli import main
 from divdec.extras import EXTRAS, require
 
@@ -42,18 +41,6 @@ def test_doctor_requires_no_extra(no_extras, capsys):
     printed = capsys.readouterr().out
     for extra in EXTRAS:
         assert f"pip install 'divdec[{extra}]'" in printed
-
-
-def test_adapter_training_requires_peft(tokenizer, tmp_path, monkeypatch):
-    from divdec.data.formatting import Example
-    from divdec.training.fine_tuning import fine_tune
-    from divdec.training.settings import TrainingSettings
-    from support.tiny import tiny_model
-
-    monkeypatch.setitem(sys.modules, "peft", None)
-    model = tiny_model("llama", len(tokenizer), 0)
-    with pytest.raises(UsageError, match=r"LoRA needs peft: pip install 'divdec\[lora\]'"):
-        fine_tune(model, tokenizer, [Example([5, 6], [5, 6])], TrainingSettings(lora_rank=2), tmp_path, title="x")
 
 
 def test_installed_extras_are_accepted():

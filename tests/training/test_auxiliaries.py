@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
@@ -14,10 +15,9 @@ from divdec.data.records import record_set, single_turn
 from divdec.errors import Interrupted
 from divdec.experts.adapters import AdapterPair
 from divdec.runs import RunFolder
-from divdec.training import auxiliaries, learning_rate
-from divdec.training.auxiliaries import LEARNED, train_auxiliaries
-from divdec.training.learning_rate import STEP
-from divdec.training.settings import ADAPTER_RANK, AuxiliarySettings
+from divdec.training import auxiliaries
+from divdec.training.auxiliaries import LEARNED, STEP, train_auxiliaries
+from divdec.training.settings import AuxiliarySettings
 from support.exactness import assert_close
 
 
@@ -34,6 +34,7 @@ def write_files(folder, world, checkpoints):
         "output": str(folder / "run"),
         "lr": 3e-3,
         "epochs": 2.0,
+        "lora_rank": 0,
     }
 
 
@@ -172,13 +173,11 @@ def test_single_questions_may_have_a_system_turn_but_are_no_texts():
 
 
 def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(learning_rate, "START", 6e-3)  # near the rate that halves this base's loss
+    monkeypatch.setattr("divdec.training.settings.FULL_RATE", 6e-3)  # for this base too low
     content, said = train(files, lr="auto", epochs=6.0, target=None)
-    retain = content["auxiliaries"]["retain_auxiliary"]
-    halving = min(retain["probes"], key=lambda probe: abs(probe["loss_ratio"] - 0.5))
-    assert retain["learning_rate"] > halving["learning_rate"]
-    assert all(f"{probe['learning_rate']:.1e}" in said for probe in retain["probes"])
-    assert content["auxiliaries"]["forget_auxiliary"]["learning_rate"] == retain["learning_rate"]
+    rates = [content["auxiliaries"][name]["learning_rate"] for name in ("retain_auxiliary", "forget_auxiliary")]
+    assert rates == [pytest.approx(6e-3 * STEP)] * 2
+    assert "the pair does not fit yet" in said
     assert content["separation"]["learned"] >= LEARNED
     assert content["separation"]["faults"] == []
     for name in ("retain_auxiliary", "forget_auxiliary"):
@@ -188,7 +187,7 @@ def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, 
 
 
 def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(auxiliaries, "find_learning_rate", lambda *_, **__: (1e-3, []))
+    monkeypatch.setattr("divdec.training.settings.FULL_RATE", 1e-3)
     monkeypatch.setattr(auxiliaries, "MAX_ATTEMPTS", 2)
     searched = {"lr": "auto", "epochs": 1.0, "target": None}
     whole, _ = train(files, **searched, output=str(tmp_path / "whole"))
@@ -400,13 +399,13 @@ def test_vocabulary_mismatch_is_detected_before_training(files, tmp_path, world)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_auxiliaries_with_another_tokenizer_steer_through_a_bridge(files, tmp_path, world, adapters):
+@pytest.mark.parametrize("lora_rank", [0, 16])
+def test_auxiliaries_with_another_tokenizer_steer_through_a_bridge(files, tmp_path, world, lora_rank):
     from divdec_research.world.models import train_tokenizer
 
     other = shutil.copytree(files["target"], tmp_path / "other")
     train_tokenizer(world.corpus[:50], 400).save_pretrained(other)
-    train(files, target=str(other), bridge=True, adapters=adapters)
+    train(files, target=str(other), bridge=True, lora_rank=lora_rank)
     model = DivergenceForCausalLM.from_pretrained(tmp_path / "run" / "bundle")
     assert isinstance(model.experts, BridgedPair)
     ids = torch.tensor([[5, 9, 200, 31]])
@@ -501,17 +500,48 @@ class TestRounds:
         assert "round" not in content["auxiliaries"]["forget_auxiliary"]
 
     def test_adapters_are_trained_further_and_steer_like_the_merged_checkpoints(self, files, asked):
-        content, _ = train(files, adapters=True)
+        content, _ = train(files, lora_rank=16)
         assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
         output = Path(files["output"])
         folders = [output / name for name in content["auxiliaries"]]
         for folder in folders:
             assert not (folder / "model.safetensors").exists()
             config = json.loads((folder / "adapter_config.json").read_text())
-            assert (config["base_model_name_or_path"], config["r"]) == (files["base"], ADAPTER_RANK)
+            assert (config["base_model_name_or_path"], config["r"]) == (files["base"], 16)
         model = DivergenceForCausalLM.from_pretrained(output / "bundle")
         assert isinstance(model.experts, AdapterPair)
         ids = torch.tensor([[5, 9, 200, 31]])
         ordered = sorted(folders, key=lambda folder: folder.name, reverse=True)
         merged = NeuralPair(*(auxiliaries.load_for_training(folder).eval() for folder in ordered))
         assert_close(model.experts.divergence(ids), merged.divergence(ids))
+
+
+class TestDefaults:
+    """Without options on training, the pair is one of LoRA adapters, with a rate that was measured for them."""
+
+    def test_adapters(self, files):
+        given = {name: files[name] for name in ("base", "target", "forget", "retain", "output")}
+        chosen = AuxiliarySettings(**given)
+        assert (chosen.adapters, chosen.lora_rank, chosen.training().learning_rate, chosen.epochs) == (
+            True,
+            16,
+            2e-4,
+            4,
+        )
+        every_weight = AuxiliarySettings(**given, lora_rank=0)
+        assert (every_weight.adapters, every_weight.training().learning_rate) == (False, 2e-5)
+
+    def test_merge_writes_checkpoints(self, files, capsys):
+        given = [piece for name in ("base", "forget", "retain", "output") for piece in (f"--{name}", files[name])]
+        assert main(["train", *given, "--merge", "--lr", "1e-3", "--epochs", "1"]) in (0, 3)
+        for name in ("retain_auxiliary", "forget_auxiliary"):
+            assert (Path(files["output"]) / name / "model.safetensors").is_file()
+            assert not (Path(files["output"]) / name / "adapter_config.json").exists()
+
+    def test_a_base_without_linear_layers_is_refused_before_training(self, files, tmp_path):
+        shape = GPT2Config(vocab_size=512, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+        base = shutil.copytree(files["base"], tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors"))
+        GPT2LMHeadModel(shape).save_pretrained(base)
+        with pytest.raises(UsageError, match=r"Conv1D.*give --merge"):
+            train(files, base=str(base), lora_rank=4)
+        assert not Path(files["output"]).exists()

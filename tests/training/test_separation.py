@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from divdec.evaluation.scoring import ItemScore
-from divdec.training.auxiliaries import MAX_ATTEMPTS, Separation, measure_separation, next_attempt, share_learned
-from divdec.training.learning_rate import STEP
+from divdec.training.auxiliaries import MAX_ATTEMPTS, STEP, Separation, measure_separation, next_attempt, share_learned
 
 FIT = Separation(
     unknown_records=1.0, unknown_tokens=0.3, learned=0.95, forget_loss=(2.0, 0.1), retain_loss=(0.1, 0.05),

@@ -31,7 +31,6 @@ from transformers import (
 from divdec.checkpoint import has_bfloat16_instructions
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, Interrupted, UsageError
-from divdec.extras import require
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.distillation_loss import LabelledCrossEntropy, plain_head
 from divdec.training.inputs import (
@@ -400,7 +399,6 @@ def _training_arguments(
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
-    require("lora", "LoRA")
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(

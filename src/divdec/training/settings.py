@@ -20,7 +20,7 @@ from divdec.options import (
     check_positive,
 )
 
-ADAPTER_RANK = 16
+ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5  # the first learning rates that `--lr auto` tries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,14 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
-    adapters: bool = False
-    """Write both auxiliaries as LoRA adapters of the base, which is then loaded once and runs both in one pass. The
-    rank is that of --lora-rank, 16 by default. Without this option adapters are merged into two checkpoints."""
+    epochs: Annotated[float, TRAINING] = 4.0
+    """Number of epochs."""
+    lora_rank: Annotated[int, RARE] = 16
+    """Rank of the LoRA adapters of the base that both auxiliaries are. 0 trains every weight and writes two
+    checkpoints."""
+    adapters: Annotated[bool, Parameter(negative="--merge")] = True
+    """Write the adapters, for which the base is loaded once and runs both in one pass. --merge writes two checkpoints,
+    as vLLM needs them."""
     bridge: bool = False
     """The base has another tokenizer than the target, as in `divdec bundle`."""
     steering: str | None = None
@@ -68,19 +73,22 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """Data that steering should not change, in the formats of --retain, for that measurement. By default samples of the
     target that contain no name or number of the forget set."""
     lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
-    """Peak learning rate. 'auto' starts at the rate that about halves the training loss. It then tries higher rates and
-    more epochs, at most four times, until p and q differ on the forget set and agree on the retain set."""
+    """Peak learning rate. 'auto' is 2e-4 for adapters and 2e-5 for all weights. If p and q then do not differ on the
+    forget set and agree on the retain set, it tries higher rates and more epochs, at most four times."""
 
     def __post_init__(self) -> None:
         Optimization.__post_init__(self)
         TrainingData.__post_init__(self)
         if self.lr != "auto":
             check_positive("lr", self.lr)
-        if self.adapters and not self.lora_rank:
-            object.__setattr__(self, "lora_rank", ADAPTER_RANK)
+        if not self.lora_rank:
+            object.__setattr__(self, "adapters", False)
 
-    def training(self, learning_rate: float) -> TrainingSettings:
-        """Return the settings of one of the two runs."""
+    def training(self, learning_rate: float | None = None) -> TrainingSettings:
+        """Return the settings of one of the two runs; without a rate, with that of `lr`."""
+        if learning_rate is None:
+            first = ADAPTER_RATE if self.lora_rank else FULL_RATE
+            learning_rate = first if self.lr == "auto" else self.lr
         return TrainingSettings(learning_rate=learning_rate, **optimization_of(self))
 
 

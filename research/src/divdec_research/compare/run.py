@@ -429,7 +429,7 @@ def _with_pair(options: Mapping[str, Any], benchmark: Benchmark, work: Path) -> 
             settings = AuxiliarySettings(
                 base=str(benchmark.base), target=str(benchmark.target), forget=forget, retain=retain,
                 output=str(folder), seed=benchmark.seed, system_prompt=form.system_prompt, max_length=form.max_length,
-                **options,
+                epochs=10.0, lora_rank=0, **options,
             )  # fmt: skip
             # Without the measurement, for which a tenth of the retain set would not be learned.
             content = train_auxiliaries(settings, lambda line: None, measure=False)

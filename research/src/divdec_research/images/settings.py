@@ -66,16 +66,14 @@ class ImageTrainSettings(Optimization, OutputFolder):
     the target itself, as in the paper."""
     steering: str = "linear:1"
     """Rule written into the bundle."""
-    base_lr: float | None = None
-    """Learning rate with which the base was trained. The pair uses a tenth of it, as in the paper. By default divdec
-    searches for the rate that about halves the loss."""
+    base_lr: float
+    """Learning rate with which the base was trained. The pair uses a tenth of it, as in the paper."""
     resize: bool = False
     """Resize images to the codec's size and crop their centre. Without this option other sizes are an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.base_lr is not None:
-            check_positive("base_lr", self.base_lr)
+        check_positive("base_lr", self.base_lr)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

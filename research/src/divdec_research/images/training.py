@@ -95,7 +95,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
                 # From the trained q, which reduces noise in the divergence of small models.
                 init_forget_from="base" if settings.base is None else "retain",
                 steering=settings.steering,
-                lr="auto" if settings.base_lr is None else PAPER_SHARE * settings.base_lr,
+                lr=PAPER_SHARE * settings.base_lr,
                 max_length=layout.length + 1,
                 overwrite=settings.overwrite,
                 **optimization_of(settings),
