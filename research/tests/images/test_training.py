@@ -55,7 +55,7 @@ def test_auxiliaries_are_trained_on_image_folder(trained, image_world):
 def test_forget_classes_are_sampled_by_seed_by_default(image_world):
     drawn = set()
     for seed in (0, 1):
-        settings = ImageTrainSettings(target="t", images="i", output="o", seed=seed)
+        settings = ImageTrainSettings(target="t", images="i", output="o", base_lr=1e-2, seed=seed)
         drawn.add(frozenset(select_classes(settings, image_world.layout, range(10))))
     assert len(drawn) == 2
     assert {len(classes) for classes in drawn} == {5}
@@ -159,6 +159,7 @@ def test_image_training_resumes_after_auxiliaries_without_touching_other_runs(im
 def test_training_errors(image_world, pictures, tmp_path, changed, message):
     arguments = {
         "target": str(image_world.folder / "target"), "images": str(pictures), "output": str(tmp_path / "run"),
+            "base_lr": 1e-2,
     }  # fmt: skip
     with pytest.raises(UsageError, match=message):
         train_image_auxiliaries(ImageTrainSettings(**{**arguments, **changed}), lambda line: None)
