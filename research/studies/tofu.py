@@ -6,11 +6,10 @@
 
 The target is the pretrained model tuned on forget05 and on the questions of retain_perturbed, the retrained model the
 same tuned on the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair
-is trained from --base, or from the target's shrunk sibling. First 20 strengths of the linear rule and 8 of the rank
-rule are scored in shared passes. Then `divdec compare` measures every method of the grid, the rules among them at
-their best strength and at the paper's (α = 1.5, k = 20) if the grid has them so; questions of other authors, which no
-model was trained on, are the holdout set. At last the methods that change weights are trained on a part of the forget
-set, and asked for the rest of it ("relearning").
+is trained from --base, or from the target's shrunk sibling. First the right answers are scored under 20 strengths of
+the linear rule and 8 of the rank rule, in shared passes. Then `divdec compare` measures every method of the grid;
+questions of other authors, which no model was trained on, are the holdout set. At last the methods that change weights
+are trained on a part of the forget set, and asked for the rest of it ("relearning").
 
 Every step is resumed by the same command: a model, a pair or a trial is a piece. The tables are in compare/table.md as
 soon as a group of methods is done, and in results.json and on standard output at the end.
@@ -87,8 +86,8 @@ SWEEP = (*(f"linear:{n / 5:g}" for n in range(1, 21)), *(f"rank:{k}" for k in (1
 # Those at the front take minutes; the table is complete in itself after each group.
 GROUPS = (
     ("linear", "rank", "ngram-filter", "guardrail"), ("npo", "grad-diff"), ("simnpo", "rmu", "whp", "distill"),
-    ("grad-ascent", "undial", "offset", "ucd"),
 )  # fmt: skip
+LORA_GROUP = "grad-ascent", "undial", "offset", "ucd"  # the grid for all weights does not have them
 ATTACKS = 20
 # Relearning: the methods, and the epochs after which questions are asked.
 RELEARNED = "retrain", "distill", "npo", "grad-diff", "simnpo", "rmu"
@@ -133,7 +132,9 @@ def main():
     parser.add_argument("--base", help="base of both auxiliaries; by default the pretrained model is shrunk")
     parser.add_argument("--split", choices=SIZES, default="forget05", help="forget split")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank everywhere; 0 trains all")
-    parser.add_argument("--recipe", default="matched", help="the pair's; the paper's is full-retain")
+    parser.add_argument(
+        "--recipe", default="matched", choices=("matched", "full-retain"), help="the pair's; the paper's is full-retain"
+    )
     parser.add_argument("--methods", nargs="+", help="measure these methods alone, such as: linear rank")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
     parser.add_argument("--jobs", type=int, default=1, help="number of trials to run in parallel")
@@ -146,6 +147,12 @@ def main():
 def run(options):
     """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables."""
     data, output, limit, split, size = options.data, options.output, options.limit, options.split, SIZES[options.split]
+    groups = (*GROUPS, LORA_GROUP) if options.lora_rank else GROUPS
+    known = [method for group in groups for method in group]
+    if unknown := [method for method in options.methods or () if method not in known]:
+        raise UsageError(f"--methods: {unknown[0]} is not known; accepted: {', '.join(known)}")
+    groups = [[name for name in group if name in (options.methods or known)] for group in groups]
+    groups = [group for group in groups if group]
     output.mkdir(parents=True, exist_ok=True)
     folder = output / "tofu"
     if not folder.exists():
@@ -156,9 +163,10 @@ def run(options):
     elif (asked := len(read_rows(folder / "real_authors_perturbed.json"))) != limit:
         raise UsageError(f"{output} was begun with --limit {asked}, not {limit}; give another --output")
     trained = {"lora_rank": options.lora_rank, "recipe": options.recipe}
-    if (output / TRAINED).exists() and read_json(output / TRAINED) != trained:
-        raise UsageError(f"{output} was begun with {read_json(output / TRAINED)}, not {trained}; give another --output")
-    write_json(output / TRAINED, trained)
+    begun = {"target": options.target, "base": options.base} | trained
+    if (output / TRAINED).exists() and (earlier := read_json(output / TRAINED)) != begun:
+        raise UsageError(f"{output} was begun with {earlier}, not {begun}; give another --output")
+    write_json(output / TRAINED, begun)
     original = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
     forget, retain = (read_records(folder / f"{name}.json") for name in (split, size.retain))
     tuning = tuning_of(output)
@@ -169,12 +177,12 @@ def run(options):
     print(sweep(folder, split, pair / "bundle", output / "sweep.json"), flush=True)
     adapt_grid(size, options.lora_rank)
     methods = []
-    for group in GROUPS:
-        methods += [method for method in group if not options.methods or method in options.methods]
+    for group in groups:
+        methods += group
         settings = CompareSettings(
             data=str(folder), split=split, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
             methods=tuple(methods), grid="pretrained", seeds=1, output=str(output / "compare"),
-            attacks=ATTACKS if group is GROUPS[-1] else 0, jobs=options.jobs,
+            attacks=ATTACKS if group is groups[-1] else 0, jobs=options.jobs,
         )  # fmt: skip
         compare_methods(settings, report)
         write_json(output / "results.json", collect(output, methods))
@@ -263,7 +271,8 @@ def make_pair(target, base, forget, retain, folder, trained):
 def sweep(folder, split, bundle, file):
     """Score the right answers under every strength of both rules, in passes that all share."""
     if not file.exists():
-        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
         sets = read_tofu(folder, split).sets
         form, rows = QuestionFormat(load_tokenizer(bundle)), [{"rule": rule} for rule in SWEEP]
         rules = tuple(map(Steering.parse, SWEEP))
@@ -322,7 +331,12 @@ def split_of(run):
 
 def tuning_of(run):
     """Return how the target of a run learns."""
-    return dataclasses.replace(SIZES[split_of(run)].tuning, lora_rank=read_json(run / TRAINED)["lora_rank"])
+    return dataclasses.replace(SIZES[split_of(run)].tuning, lora_rank=lora_rank_of(run))
+
+
+def lora_rank_of(run):
+    """Return the rank of a run's adapters; 0 if all weights are trained."""
+    return read_json(run / TRAINED)["lora_rank"] if (run / TRAINED).exists() else 0
 
 
 def best_trials(run, size):
@@ -330,7 +344,7 @@ def best_trials(run, size):
     file = run / "compare" / "comparison.json"
     if not file.exists():
         raise UsageError(f"{run} has no comparison; make it with: python -m research.studies.tofu")
-    adapt_grid(size, read_json(run / TRAINED)["lora_rank"])
+    adapt_grid(size, lora_rank_of(run))
     best = {row["method"]: row["setting"] for row in read_json(file)["best"]}
     methods = [name for name in best if name not in REFERENCES]
     trials = (*map(Trial, REFERENCES), *trials_of(methods, "pretrained"))
@@ -354,10 +368,12 @@ def relearn_all(output, target, retrained, methods, forget, size):
     if "target" not in done:
         done["target"] = {"curve": [measure(load_for_training(target), load_tokenizer(target), asked, 0)]}
     goals = {name: done["target"]["curve"][0][name] / 2 for name in ("probability", "ROUGE")}
+    rank = lora_rank_of(output)
+    training = dataclasses.replace(RELEARNING, lora_rank=rank, learning_rate=(4 if rank else 1) * 5e-5)
     for method in RELEARNED:
-        if method not in done:
+        if method not in done and method in folders:
             report(f"relearning: {method}")
-            curve = relearn(folders[method], shown, asked)
+            curve = relearn(folders[method], shown, asked, training)
             back = {
                 name: next((point["step"] for point in curve if point[name] >= goal), None)
                 for name, goal in goals.items()
@@ -367,14 +383,14 @@ def relearn_all(output, target, retrained, methods, forget, size):
     return done
 
 
-def relearn(folder, shown, asked):
+def relearn(folder, shown, asked, training):
     """Train a model on the shown questions, and measure it on the asked ones after some epochs."""
     model, tokenizer = load_for_training(folder), load_tokenizer(folder)
     examples = encode_set(RecordSet("shown", "question/answer", tuple(shown)), tokenizer, FORM)
     curve = [measure(model, tokenizer, asked, 0)]
     steps = -(-len(examples) // RELEARNING.batch_size)
     fine_tune(
-        model, tokenizer, examples, RELEARNING, folder.parent, title="relearning", measure=False, resumable=False,
+        model, tokenizer, examples, training, folder.parent, title="relearning", measure=False, resumable=False,
         on_epoch=lambda trained, epoch: (
             curve.append(measure(trained, tokenizer, asked, epoch * steps)) if epoch in EPOCHS else None
         ),

@@ -53,7 +53,8 @@ def small(monkeypatch, folder):
     tuning = dataclasses.replace(benchmark.TUNING, epochs=2.0, learning_rate=1e-2)
     size = dataclasses.replace(benchmark.SIZES["forget05"], kept=len(rows), tuning=tuning, shown=4, asked=5)
     monkeypatch.setitem(benchmark.SIZES, "forget05", size)
-    monkeypatch.setattr(benchmark, "GROUPS", (("linear", "ngram-filter"), ("npo",)))
+    monkeypatch.setattr(benchmark, "GROUPS", (("linear", "ngram-filter"),))
+    monkeypatch.setattr(benchmark, "LORA_GROUP", ("npo",))
     monkeypatch.setattr(benchmark, "RELEARNED", ("retrain", "npo"))
     monkeypatch.setattr(benchmark, "EPOCHS", (1, 2))
     monkeypatch.setattr(benchmark, "RELEARNING", dataclasses.replace(benchmark.RELEARNING, epochs=2.0))
@@ -168,6 +169,8 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
         run(limit=5)
     with pytest.raises(UsageError, match="was begun with another --split than forget01"):
         run(limit=1, split="forget01")
+    with pytest.raises(UsageError, match="--methods: nothing is not known; accepted: linear, ngram-filter, npo"):
+        run(methods=["nothing"])
     with pytest.raises(UsageError, match=r"was begun with .*'lora_rank': 2.* not .*'lora_rank': 0"):
         run(lora_rank=0)
 
@@ -208,7 +211,9 @@ def new_model_of_one_layer():
 def test_every_setting_of_the_grid_is_accepted(lora_rank, monkeypatch):
     grid = benchmark.grid_of(lora_rank)
     monkeypatch.setitem(GRIDS, "pretrained", grid)
-    for trial in compare.trials_of([method for group in benchmark.GROUPS for method in group], "pretrained"):
+    for trial in compare.trials_of(
+        [name for group in (*benchmark.GROUPS, benchmark.LORA_GROUP) for name in group], "pretrained"
+    ):
         if trial.steering is not None:
             Steering.parse(trial.steering)
         elif trial.method == "distill":

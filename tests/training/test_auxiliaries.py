@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import FalconH1Config, GPT2Config, GPT2LMHeadModel, LlamaConfig, MixtralConfig, OPTConfig
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
@@ -17,7 +17,8 @@ from divdec.experts.adapters import AdapterPair
 from divdec.runs import RunFolder
 from divdec.training import auxiliaries
 from divdec.training.auxiliaries import LEARNED, STEP, train_auxiliaries
-from divdec.training.settings import AuxiliarySettings
+from divdec.training.fine_tuning import why_no_pair
+from divdec.training.settings import AuxiliarySettings, TrainingSettings
 from support.exactness import assert_close
 
 
@@ -542,6 +543,31 @@ class TestDefaults:
         shape = GPT2Config(vocab_size=512, n_positions=64, n_embd=16, n_layer=1, n_head=2)
         base = shutil.copytree(files["base"], tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors"))
         GPT2LMHeadModel(shape).save_pretrained(base)
-        with pytest.raises(UsageError, match=r"Conv1D.*give --merge"):
+        with pytest.raises(UsageError, match=r"layers that are not linear.*give --merge"):
             train(files, base=str(base), lora_rank=4)
         assert not Path(files["output"]).exists()
+
+    @pytest.mark.parametrize(
+        ("config", "reason"),
+        [
+            (LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2), None),
+            (OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
+                       word_embed_proj_dim=16), "as one sequence"),
+            (MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=2), "not linear"),
+        ],
+        ids=["llama", "opt", "mixtral"],
+    )  # fmt: skip
+    def test_bases_whose_adapters_cannot_run_in_one_pass_are_known_before_training(self, tmp_path, config, reason):
+        config.save_pretrained(tmp_path)
+        told_why = why_no_pair(tmp_path, TrainingSettings(lora_rank=4))
+        assert told_why is None if reason is None else reason in str(told_why)
+
+    def test_layers_that_cannot_be_adapted_give_one_line(self, tmp_path):
+        config = FalconH1Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                num_attention_heads=2, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4,
+                                mamba_d_head=8, mamba_d_state=8)  # fmt: skip
+        config.save_pretrained(tmp_path)
+        with pytest.raises(UsageError, match="--lora-rank 0"):
+            why_no_pair(tmp_path, TrainingSettings(lora_rank=4))

@@ -97,7 +97,8 @@ def test_fsdp_training_matches_one_process(world, bundle, checkpoints, tmp_path)
     for report in reports:
         assert report == {"codes": codes, "steps": 20, "pieces": True}
     for name in ("pair/retain_auxiliary", "pair/forget_auxiliary", "student", "adapted"):
-        one, two = (load_file(tmp_path / number / name / "model.safetensors") for number in ("one", "two"))
+        weights = "adapter_model.safetensors" if name.startswith("pair") else "model.safetensors"
+        one, two = (load_file(tmp_path / number / name / weights) for number in ("one", "two"))
         assert one.keys() == two.keys()
         for weight, values in one.items():
             torch.testing.assert_close(two[weight], values, rtol=0, atol=1e-4, msg=f"{name}: {weight}")

@@ -125,7 +125,7 @@ def test_duplicate_class_is_sampled_once(image_world, tmp_path):
 def test_image_training_resumes_after_auxiliaries_without_touching_other_runs(image_world, pictures, tmp_path):
     settings = ImageTrainSettings(
         target=str(image_world.folder / "target"), images=str(pictures), output=str(tmp_path / "run"),
-        forget=("digit 2",), epochs=0.5, base_lr=1e-2, steering="rank:8",
+        forget=("digit 2",), epochs=0.5, lora_rank=2, base_lr=1e-2, steering="rank:8",
     )  # fmt: skip
     whole = train_image_auxiliaries(settings, lambda line: None)
     record = json.loads((tmp_path / "run" / "run.json").read_text())

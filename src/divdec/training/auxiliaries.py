@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import PartialState, init_empty_weights
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from divdec.checkpoint import (
     CheckpointReference,
@@ -55,7 +53,7 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, write_json, write_text
 from divdec.steering import Steering
-from divdec.training.fine_tuning import discard_checkpoints, fine_tune
+from divdec.training.fine_tuning import discard_checkpoints, fine_tune, why_no_pair
 from divdec.training.inputs import (
     encode,
     join_processes,
@@ -332,13 +330,8 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     steering = Steering.parse(settings.steering or DEFAULT_RULE)
     base, target = resolve_trainable(settings.base, "base"), None
     tokenizer = load_tokenizer(base)
-    if settings.adapters:
-        with init_empty_weights():
-            modules = AutoModelForCausalLM.from_config(load_config(base)).modules()
-        if any(isinstance(module, Conv1D) for module in modules):
-            raise UsageError(
-                f"--base {settings.base} has layers of GPT-2's type Conv1D, but adapters need linear ones; give --merge"
-            )
+    if settings.adapters and (reason := why_no_pair(base, settings.training())):
+        raise UsageError(f"--base {settings.base}: {reason}, so that its adapters cannot be a pair; give --merge")
     if settings.target is not None:
         reference = CheckpointReference.parse(settings.target)
         target = reference.resolve(Path(), weights=measure)

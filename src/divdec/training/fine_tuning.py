@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shutil
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -28,9 +30,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from divdec.checkpoint import has_bfloat16_instructions
+from divdec.checkpoint import has_bfloat16_instructions, load_config
 from divdec.data.formatting import IGNORED, Example
-from divdec.errors import Diverged, Interrupted, UsageError
+from divdec.errors import Diverged, Interrupted, UsageError, first_line
+from divdec.experts.adapters import SUPPORTED
 from divdec.runs import read_json, settings_hash, write_json
 from divdec.training.distillation_loss import LabelledCrossEntropy, plain_head
 from divdec.training.inputs import (
@@ -133,7 +136,7 @@ def fine_tune(
             last complete one.
         title: title of the progress bar.
         measure: compute the loss before and after training on at most 256 examples.
-        resumable: write checkpoints; False for probes and runs of seconds.
+        resumable: write checkpoints; False for runs of seconds.
         objective: the loss; by default the cross entropy of the labelled tokens.
         companions: further examples in each batch, by name, for the objective.
         on_epoch: called after each epoch with the model in evaluation mode (LoRA adapters not merged) and the number
@@ -405,7 +408,40 @@ def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
         r=settings.lora_rank, lora_alpha=2 * settings.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     torch.manual_seed(settings.seed)
-    return get_peft_model(model, adapters)
+    try:
+        return get_peft_model(model, adapters)
+    except ValueError as error:  # of layers that PEFT does not adapt, such as Mamba's
+        raise UsageError(
+            f"this model cannot be trained by adapters ({first_line(error)}); give --lora-rank 0"
+        ) from None
+
+
+def why_no_pair(base: Path, settings: TrainingSettings) -> str | None:
+    """Return why two adapters of a base could be trained but not run in one pass; None if they can.
+
+    The model is built without weights, so the answer comes before anything is trained.
+
+    Raises:
+        UsageError: the base cannot be trained by adapters.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of what is refused below
+        model = _with_adapters(AutoModelForCausalLM.from_config(load_config(base)), settings)
+    config = model.peft_config["default"].to_dict()
+    if other := [name for name, accepted in SUPPORTED.items() if config.get(name, accepted[0]) not in accepted]:
+        return f"it has layers that are not linear ({other[0]} is {config[other[0]]!r})"
+    flat: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            module.register_forward_pre_hook(  # pyright: ignore[reportAttributeAccessIssue]
+                lambda _, states, name=name: flat.append(name) if states[0].dim() != 3 else None
+            )
+    # Some architectures do not run without weights; the measurement of the bundle then shows it.
+    with contextlib.suppress(Exception), torch.no_grad():
+        model(input_ids=torch.zeros(2, 3, dtype=torch.long, device="meta"), use_cache=False)
+    return f"{flat[0]} reads the batch's tokens as one sequence" if flat else None
 
 
 def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:

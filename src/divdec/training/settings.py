@@ -64,7 +64,7 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     checkpoints."""
     adapters: Annotated[bool, Parameter(negative="--merge")] = True
     """Write the adapters, for which the base is loaded once and runs both in one pass. --merge writes two checkpoints,
-    as vLLM needs them."""
+    as vLLM needs them, and --lora-rank 0 too."""
     bridge: bool = False
     """The base has another tokenizer than the target, as in `divdec bundle`."""
     steering: str | None = None

@@ -96,6 +96,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
                 init_forget_from="base" if settings.base is None else "retain",
                 steering=settings.steering,
                 lr=PAPER_SHARE * settings.base_lr,
+                adapters=False,
                 max_length=layout.length + 1,
                 overwrite=settings.overwrite,
                 **optimization_of(settings),
