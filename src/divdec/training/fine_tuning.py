@@ -410,9 +410,7 @@ def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
     torch.manual_seed(settings.seed)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "fan_in_fan_out is set to False"
-            )  # of GPT-2's Conv1D, which PEFT then sets
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # PEFT sets it for GPT-2
             return get_peft_model(model, adapters)
     except ValueError as error:  # of layers that PEFT does not adapt, such as Mamba's
         raise UsageError(
@@ -430,7 +428,8 @@ def why_no_pair(base: Path, settings: TrainingSettings) -> str | None:
     """
     from peft.tuners.lora import LoraLayer
 
-    with init_empty_weights():
+    with init_empty_weights(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of what is refused below
         model = _with_adapters(AutoModelForCausalLM.from_config(load_config(base)), settings)
     config = model.peft_config["default"].to_dict()
     if other := [name for name, accepted in SUPPORTED.items() if config.get(name, accepted[0]) not in accepted]:
