@@ -8,9 +8,12 @@ import shutil
 from collections import Counter
 
 import numpy as np
+import peft
 import pytest
+import torch
 from filelock import FileLock
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from divdec import UsageError, write_bundle
 from divdec.data.formatting import Format, encode_set
@@ -422,3 +425,17 @@ def test_invalid_input_gives_one_line_error(models_folder, tmp_path):
     with pytest.raises(UsageError, match="lie one within the other"):
         compare_methods(settings_of(models_folder, models_folder, overwrite=True), report=lambda line: None)
     assert (models_folder / "bundle" / "config.json").is_file()
+
+
+def test_a_packed_bundle_of_adapters_is_refused_before_any_trial(models_folder, tmp_path):
+    for seed, name in enumerate(("q", "p")):
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(models_folder / "base")
+        adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+        adapted.save_pretrained(tmp_path / name)
+    parts = {"retain_auxiliary": str(tmp_path / "q"), "forget_auxiliary": str(tmp_path / "p")}
+    bundle = write_bundle(
+        tmp_path / "packed", target=str(models_folder / "target"), pack=True, steering="linear:1", **parts
+    )
+    with pytest.raises(UsageError, match="names no base_model_name_or_path"):
+        load_benchmarks(settings_of(models_folder, tmp_path / "out", bundle=str(bundle)), report=lambda line: None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from divdec.checkpoint import CheckpointReference, input_digests
+from divdec.checkpoint import CheckpointReference, adapter_base, input_digests, is_adapter
 from divdec.configuration import AUXILIARIES
 from divdec.data.formatting import Format
 from divdec.data.records import Record, RecordSet, read_records
@@ -181,6 +181,9 @@ def _own(settings: CompareSettings) -> Benchmark:
     parts = part_paths(bundle, config, verify=True, local_files_only=False)
     if missing := [name for name in AUXILIARIES if name not in parts]:
         raise UsageError(f"bundle {settings.bundle} has no {missing[0]}; a comparison needs a pair of models")
+    for name in AUXILIARIES:
+        if is_adapter(parts[name]):
+            adapter_base(parts[name])  # the adapters of a packed bundle name none, and trials would fail one by one
     if others := [name for name in ("ngram", "registry", "bridge") if getattr(config, name, None)]:
         raise UsageError(
             f"bundle {settings.bundle} has a {others[0]} beside its pair, which a comparison would leave out; give a "
