@@ -295,7 +295,7 @@ def test_product_alone_runs_its_commands(environment, wheel, tmp_path):
     assert run_in(folder, "divdec", "generate", "demo/bundle", "--prompt", question, "--max-new-tokens", "4").strip()
     run_in(
         folder, "divdec", "train", "--base", "demo/base", "--forget", "demo/forget.jsonl", "--retain",
-        "demo/retain.jsonl", "--output", "pair",
+        "demo/retain.jsonl", "--lora-rank", "0", "--lr", "3e-4", "--epochs", "8", "--output", "pair",
     )  # fmt: skip
     page = "The quick brown fox jumps over the lazy dog, and runs home.\n" * 3
     (folder / "page.txt").write_text(page)
