@@ -39,12 +39,13 @@ def test_two_process_training_matches_one_process(launcher, world, checkpoints, 
         arguments = [
             "train", "--base", checkpoints / "forget", "--forget", tmp_path / "forget.jsonl",
             "--retain", tmp_path / "retain.jsonl", "--target", checkpoints / "target", "--lr", "1e-3", "--epochs", "4",
-            "--batch-size", batch_size, "--output", tmp_path / name,
+            "--batch-size", batch_size, "--lora-rank", "0", "--output", tmp_path / name,
         ]  # fmt: skip
         run = subprocess.run(
             [*command, *map(str, arguments)], env=ENVIRONMENT, capture_output=True, text=True, timeout=600
         )
-        assert run.returncode in (0, 3), run.stderr[-3000:]  # 3: four epochs do not separate p and q
+        # 3: nothing was shown, because the target does not answer these questions. The launchers make 1 of it.
+        assert run.returncode == 0 or "no rule is good enough" in run.stderr, run.stderr[-3000:]
         results[name] = json.loads((tmp_path / name / "run.json").read_text())
         assert (tmp_path / name / "bundle" / "config.json").is_file()
     for piece in ("retain_auxiliary", "forget_auxiliary"):
@@ -95,7 +96,7 @@ def test_fsdp_training_matches_one_process(world, bundle, checkpoints, tmp_path)
     assert set(codes) <= {0, 3}  # 3: two epochs do not suffice
     reports, _ = under_fsdp(tmp_path, "2", commands(tmp_path, bundle, checkpoints, tmp_path / "two", 4))
     for report in reports:
-        assert report == {"codes": codes, "steps": 20, "pieces": True}
+        assert report == {"codes": codes, "steps": 24, "pieces": True}
     for name in ("pair/retain_auxiliary", "pair/forget_auxiliary", "student", "adapted"):
         weights = "adapter_model.safetensors" if name.startswith("pair") else "model.safetensors"
         one, two = (load_file(tmp_path / number / name / weights) for number in ("one", "two"))
