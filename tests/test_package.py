@@ -329,7 +329,9 @@ def test_laboratory_installs_beside_the_product(environment, wheel, research_whe
     install(folder, str(research_wheel))
     assert "compare" in run_in(folder, "divdec", "--help")
     run_in(folder, "divdec", "world", "--output", "world")
-    assert run_in(folder, "divdec", "generate", "world/bundle", "--prompt", "Who is it?", "--max-new-tokens", "4").strip()
+    assert run_in(
+        folder, "divdec", "generate", "world/bundle", "--prompt", "Who is it?", "--max-new-tokens", "4"
+    ).strip()
     install(folder, f"{research_wheel}[image]")
     run_in(folder, "python", "-c", "import diffusers, divdec_research.images.features")
 
