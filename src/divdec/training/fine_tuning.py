@@ -424,13 +424,17 @@ def why_no_pair(base: Path, settings: TrainingSettings) -> str | None:
     The model is built without weights, so the answer comes before anything is trained.
 
     Raises:
-        UsageError: the base cannot be trained by adapters.
+        UsageError: the base is no causal language model, or cannot be trained by adapters.
     """
     from peft.tuners.lora import LoraLayer
 
     with init_empty_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of what is refused below
-        model = _with_adapters(AutoModelForCausalLM.from_config(load_config(base)), settings)
+        try:
+            plain = AutoModelForCausalLM.from_config(load_config(base))
+        except ValueError as error:
+            raise UsageError(f"{base} cannot be loaded ({first_line(error)})") from None
+        model = _with_adapters(plain, settings)
     config = model.peft_config["default"].to_dict()
     if other := [name for name, accepted in SUPPORTED.items() if config.get(name, accepted[0]) not in accepted]:
         return f"it has layers that are not linear ({other[0]} is {config[other[0]]!r})"
