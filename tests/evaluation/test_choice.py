@@ -11,6 +11,7 @@ from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.checkpoint import load_model
 from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, texts_of
+from divdec.evaluation import choice
 from divdec.evaluation.choice import (
     MAX_PERPLEXITY,
     Effects,
@@ -112,8 +113,37 @@ def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer
         choose_rule(steered, tokenizer, sets | {"forget": texts_of("forget", ["a"])})
 
 
-def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
-    return Effects(Steering(), forget=0.1, retain=retain, perplexity=perplexity, leaked=leaked, unchanged=unchanged)
+def test_similar_questions_are_asked_and_decide_between_good_rules(steered, tokenizer, sets, monkeypatch):
+    """Neutral answers stay under both rules; the one that is asked first changes answers to similar questions."""
+    similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "It is.") for n in range(4)))
+    answers, asked = choice._GreedyAnswers._continue, []
+
+    def changes_similar(self, model, prompts):
+        texts = answers(self, model, prompts)
+        asked.extend([model.steering] if model is steered else [])
+        changes = model is steered and model.steering == asked[0] and len(prompts) == len(similar)
+        return [f"{text}!" if changes else text for text in texts]
+
+    monkeypatch.setattr(choice._GreedyAnswers, "_continue", changes_similar)
+    monkeypatch.setattr(
+        choice._GreedyAnswers, "leaked", lambda _, model, __: {"leaked": float(model is steered.target)}
+    )
+    settings = [Steering(alpha=2e-6), Steering(alpha=1e-6)]
+    report = choose_rule(steered, tokenizer, sets | {"similar": similar}, settings, min_retain=0.0)
+    figures = {row.steering: (row.unchanged, row.similar) for row in report.settings}
+    assert len(figures) == 2
+    assert figures.pop(asked[0]) == (1.0, 0.0)
+    assert figures == {report.best.steering: (1.0, 1.0)}
+    assert report.target.similar == 1.0
+    assert "similar: unchanged" in report.table[0]
+    assert "100% of those to similar questions" in str(report)
+    report = choose_rule(steered, tokenizer, sets, settings, min_retain=0.0)
+    assert report.best.similar is None
+    assert "similar" not in report.table[0] + str(report)
+
+
+def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, similar=None):
+    return Effects(Steering(), 0.1, retain, perplexity, leaked, unchanged, similar)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +154,8 @@ def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0):
         (row(leaked=0.3), 0.28, ["and q 28%: q's base knows"]),
         (row(leaked=0.3), 0.1, ["still answers 30%"]),
         (row(retain=0.9), 0.0, ["keeps only 90%"]),
-        (row(unchanged=0.4), 0.0, ["leaves only 40%"]),
+        (row(unchanged=0.4), 0.0, ["leaves only 40% of the answers to neutral prompts"]),
+        (row(similar=0.4), 0.0, ["leaves only 40% of the answers to similar questions"]),
         (row(perplexity=MAX_PERPLEXITY + 0.01), 0.0, ["raises the perplexity of neutral text to 1.11 times"]),
         (row(retain=0.9, leaked=0.3), 0.0, ["keeps only 90%", "still answers 30%"]),
     ],

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, FalconH1Config, GPT2Config, Mixtr
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
-from divdec.data.records import record_set, single_turn
+from divdec.data.records import Message, Record, record_set, single_turn
 from divdec.errors import Interrupted
+from divdec.evaluation.questions import question_of
 from divdec.experts.adapters import AdapterPair
 from divdec.runs import RunFolder
 from divdec.training import auxiliaries
@@ -411,6 +412,29 @@ def test_auxiliaries_with_another_tokenizer_steer_through_a_bridge(files, tmp_pa
     assert isinstance(model.experts, BridgedPair)
     ids = torch.tensor([[5, 9, 200, 31]])
     assert model.experts.divergence(ids).abs().max() > 0.1
+
+
+def test_every_fourth_similar_question_is_held_out_to_measure_with(files, monkeypatch):
+    similar = [Record(f"In Place{n}.", (Message("user", f"Where is City{n}?"),)) for n in range(8)]
+    read, measured = [], []
+
+    def own_answers(model, tokenizer, exchanges, form):
+        read.extend(question_of(exchange.record) for exchange in exchanges)
+        return [[tokenizer.encode(exchange.record.answer, add_special_tokens=False)] for exchange in exchanges]
+
+    def check_bundle(bundle, settings, sets, *arguments):
+        measured.extend(map(question_of, sets["similar"]))
+        return {"faults": [], "for_round": None}
+
+    monkeypatch.setattr(auxiliaries, "write_similar_questions", lambda *arguments: similar)
+    monkeypatch.setattr(auxiliaries, "own_answers", own_answers)
+    monkeypatch.setattr(auxiliaries, "_check_bundle", check_bundle)
+    content, said = train(files)
+    asked = list(map(question_of, similar))
+    assert content["similar_questions"] == asked
+    assert measured == [asked[0], asked[4]]
+    assert {question for question in read if "City" in question} == {*asked} - {*measured}
+    assert "2 of 8 similar questions are held out" in said
 
 
 def test_answers_are_read_in_tokens_of_the_base(files, tmp_path, world):

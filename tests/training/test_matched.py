@@ -251,10 +251,21 @@ class TestSimilarQuestions:
         asked = {ASKED.format(name): f"The capital of {name} is {city}." for name, city in cities.items()}
         norway, spain, chile, kenya = asked
         prompts = []
-        assert write([f"1. {norway}\n- {spain}\n\n{norway}", chile], asked, prompts=prompts) == [norway, spain]  # two
-        assert write([f"**{chile}**", f"Q2: {kenya}\nWhat is the cap"], asked) == [chile, kenya]
+        assert set(write([f"1. {norway}\n- {spain}\n\n{norway}", chile], asked, prompts=prompts)) == {
+            norway, spain, chile
+        }  # fmt: skip
+        assert set(write([f"**{chile}**", f"Q2: {kenya}\nWhat is the cap"], asked)) == {chile, kenya}
         assert all(ASKED.format("Hungary") in text for text in prompts)
         assert all(matched.MORE_QUESTIONS in text for text in prompts)
+
+    def test_there_are_so_many_and_each_of_another_subject(self, write, monkeypatch):
+        asked = {ASKED.format(f"X{number}"): f"It is Y{number}." for number in range(9)}
+        again = {question.replace("What is", "Is it"): answer for question, answer in asked.items()}
+        lists = ["\n".join([*asked, *again])]
+        assert sorted(write(lists, asked | again)) == sorted(asked)
+        monkeypatch.setattr(matched, "MAX_SIMILAR", 4)
+        chosen = write(lists, asked | again)
+        assert len(chosen) == len(set(chosen) & set(asked)) == 4
 
     def test_nothing_of_either_set_is_written(self, write):
         """Nor what names its answers or subjects in other words."""

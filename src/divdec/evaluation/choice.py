@@ -1,9 +1,10 @@
 """Measure what a steered model forgets and what else changes in its answers, and choose a rule by these figures.
 
-The unsteered target is the measure for three sets: the forget set, retain records that no auxiliary was trained on, and
-neutral text, to which steering should do nothing. With a holdout set q is the reference as well: q has never seen the
-forget set, so membership attacks that compare the forget set with the holdout set succeed on q as they would on a
-retrained model. The rule is then chosen whose steered model is nearest to q.
+The unsteered target is the measure for the forget set, retain records that no auxiliary was trained on, similar
+questions whose answers should not change, and neutral text, to which steering should do nothing. With a holdout set q
+is the reference as well: q has never seen the forget set, so membership attacks that compare the forget set with the
+holdout set succeed on q as they would on a retrained model. Then the rule is chosen whose steered model is nearest to
+q.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
-MIN_MARGIN, NOISE_FACTORS = 1.0, (1.0, 2.0)  # margins as multiples of the noise
+MIN_MARGIN, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise
 MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MAX_PERPLEXITY = 1.10
@@ -55,8 +56,7 @@ within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 MAX_EXCESS = 0.02  # negligible difference of AUCs
 MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MAX_ASKED = 3  # settings whose answers are generated
-MAX_ASKED_NEAR_Q = 4
+MAX_ASKED = 4  # settings whose answers are generated
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
 PROMPT = 16  # tokens of a plain neutral text before its continuation
@@ -78,6 +78,8 @@ class Effects:
     decoding; None if this setting was not asked."""
     unchanged: float | None = None
     """Share of greedy answers to neutral prompts that are the target's, word for word."""
+    similar: float | None = None
+    """The same of the similar questions; None without any."""
     unanswered: float = 0.0
     """Share of the replies to the forget set's questions that were cut within a thought."""
     cuts: str = ""
@@ -94,6 +96,12 @@ class Effects:
     def strength(self) -> float:
         """α of the linear rule, k of the rank rule."""
         return self.steering.alpha if self.steering.rule == "linear" else self.steering.k
+
+    @property
+    def all_unchanged(self) -> float:
+        """Mean of `unchanged` and `similar`; 0 without either."""
+        shares = [share for share in (self.unchanged, self.similar) if share is not None]
+        return statistics.fmean(shares) if shares else 0.0
 
     def keeps(self, min_retain: float = MIN_RETAIN) -> bool:
         """Whether retain set and neutral text stay within the limits."""
@@ -122,10 +130,9 @@ class Effects:
             faults.append(f"{self.steering} keeps only {kept} of the retain set's probability")
         if self.perplexity is not None and self.perplexity > MAX_PERPLEXITY:
             faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
-        if self.unchanged is not None and self.unchanged < MIN_UNCHANGED:
-            faults.append(
-                f"{self.steering} leaves only {self.unchanged:.0%} of the answers to neutral prompts unchanged"
-            )
+        for asked, unchanged in (("neutral prompts", self.unchanged), ("similar questions", self.similar)):
+            if unchanged is not None and unchanged < MIN_UNCHANGED:
+                faults.append(f"{self.steering} leaves only {unchanged:.0%} of the answers to {asked} unchanged")
         if self.leaked is not None and self.shows_more_than(guessed):
             faults.append(
                 f"{self.steering} still answers {self.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
@@ -221,6 +228,7 @@ class RuleChoice:
     def rows(self) -> list[tuple[str, ...]]:
         """A table of the settings, with its head."""
         head = ["", "forget: answered", "probability", "retain: probability"]
+        head += ["similar: unchanged"] if self.target.similar is not None else []
         head += ["neutral: unchanged", "perplexity"] if self.noise else []
         head += [*self.reference, "distance"] if self.reference else []
         rows = [tuple(head)]
@@ -231,6 +239,8 @@ class RuleChoice:
                 f"{row.forget:.3f}",
                 f"{row.retain:.0%}",
             ]
+            if self.target.similar is not None:
+                cells.append("" if row.similar is None else f"{row.similar:.0%}")
             if row.perplexity is not None:
                 cells += ["" if row.unchanged is None else f"{row.unchanged:.0%}", f"×{row.perplexity:.3f}"]
             if row.aucs:
@@ -256,8 +266,9 @@ class RuleChoice:
         if best.perplexity is None:
             text = f"{text} and {kept}"
         else:
+            similar = "" if best.similar is None else f"{best.similar:.0%} of those to similar questions and "
             text = (
-                f"{text}, {kept} and leaves {best.unchanged:.0%} of the answers to neutral prompts unchanged; "
+                f"{text}, {kept} and leaves {similar}{best.unchanged:.0%} of the answers to neutral prompts unchanged; "
                 f"perplexity of neutral text ×{best.perplexity:.2f}"
             )
         if not self.reference:
@@ -378,14 +389,15 @@ def choose_rule(
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
     Without a holdout set the best setting has fewest faults (`Effects.faults`), and of these it answers least of the
-    forget set; of those that answer little, it leaves most neutral answers unchanged. With a holdout set it is the one
+    forget set; of those that answer little, it leaves most other answers unchanged. With a holdout set it is the one
     nearest to q that answers no more than q does.
 
     Args:
         model: a steered model with a neural pair; on return it has the chosen setting.
         tokenizer: its tokenizer.
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
-            like those of the forget set that no model has seen) or both.
+            like those of the forget set that no model has seen) or both; 'similar' (questions whose answers should not
+            change) if there are any.
         settings: the candidates; by default those of `candidates`, which need neutral text.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
@@ -406,7 +418,8 @@ def choose_rule(
     if max_records is not None:
         sets = {name: _sample(records, max_records) for name, records in sets.items()}
     encode = _encode_whole if "holdout" in sets else encode_set
-    examples = {name: encode(records, tokenizer, form)[:max_records] for name, records in sets.items()}
+    scored_sets = {name: records for name, records in sets.items() if name != "similar"}
+    examples = {name: encode(records, tokenizer, form)[:max_records] for name, records in scored_sets.items()}
     noise, of_q = (), []
     if "neutral" in sets:
         texts = encode(sets["neutral"], q_tokenizer, form)[:max_records]
@@ -432,21 +445,19 @@ def choose_rule(
         rows = [_with_distance(row, setting_aucs, reference) for row, setting_aucs in zip(rows, aucs, strict=True)]
 
     replies = _GreedyAnswers(model.target, tokenizer, sets, form, batch_size, progress)
-    target = dataclasses.replace(
-        rows[0], **replies.leaked(model.target, tokenizer), unchanged=replies.unchanged_of_target
-    )
+    target = dataclasses.replace(rows[0], **replies.leaked(model.target, tokenizer), **replies.unchanged())
     guessed = replies.leaked(q, q_tokenizer)["leaked"]
     measured = {row.steering: row for row in rows[1:]}
     answered: list[Effects] = []
     for row in _promising(rows[1:], min_retain, bool(reference)):
         model.steering = row.steering
-        row = dataclasses.replace(row, **replies.leaked(model, tokenizer), unchanged=replies.unchanged(model))
+        row = dataclasses.replace(row, **replies.leaked(model, tokenizer), **replies.unchanged(model))
         measured[row.steering] = row
         answered.append(row)
         if reference and not row.shows_more_than(guessed):
             break  # the others are farther from q
         faultless = target.shows_more_than(guessed) and not row.faults(target, guessed, min_retain)
-        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.unchanged == 1.0:
+        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.all_unchanged == 1.0:
             break  # the others lower the forget set's probability less
     if reference:
         best = next((row for row in answered if not row.shows_more_than(guessed)), answered[0])
@@ -455,9 +466,9 @@ def choose_rule(
             answered,
             key=lambda row: (
                 len(row.faults(target, guessed, min_retain)),
-                # What little a good setting may answer is no reason to change more neutral answers.
+                # What little a good setting may answer is no reason to change more other answers.
                 max(row.leaked or 0.0, MAX_LEAKED),
-                -(row.unchanged or 0.0),
+                -row.all_unchanged,
                 row.forget,
             ),
         )
@@ -523,7 +534,7 @@ def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool) ->
         return sorted(keeping, key=lambda row: row.forget)[:MAX_ASKED]
     # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
     first, *others = sorted(keeping, key=lambda row: (round(row.distance, 3), math.copysign(row.forget, row.excess)))
-    return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:MAX_ASKED_NEAR_Q]
+    return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:MAX_ASKED]
 
 
 def _faults_of_reference(
@@ -638,7 +649,7 @@ def _sample(records: RecordSet, most: int) -> RecordSet:
 
 
 class _GreedyAnswers:
-    """Greedy answers to the forget set and to neutral prompts."""
+    """Greedy answers to the forget set, to neutral prompts and to similar questions."""
 
     def __init__(
         self,
@@ -650,16 +661,18 @@ class _GreedyAnswers:
         progress: bool,
     ) -> None:
         self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
-        self._title = "neutral prompts" if progress else None
+        self._title = "other prompts" if progress else None
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = passages_of(self._forget, tokenizer, most=MAX_RECORDS)[0]
         if not passages:
             raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
         self.count = len(self._forget) if self._forget.kind == "question/answer" else len(passages)
-        neutral = sets.get("neutral")
-        self._neutral = neutral_prompts(_sample(neutral, MAX_RECORDS), tokenizer, form) if neutral else []
-        self._expected = self._continue(target)
-        self.unchanged_of_target = 1.0 if neutral else None
+        self._prompts = {
+            figure: neutral_prompts(_sample(sets[name], MAX_RECORDS), tokenizer, form)
+            for figure, name in (("unchanged", "neutral"), ("similar", "similar"))
+            if sets.get(name)
+        }
+        self._expected = {figure: self._continue(target, prompts) for figure, prompts in self._prompts.items()}
 
     def ask(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: RecordSet) -> Replies:
         """Ask a model at most `MAX_RECORDS` questions of a set."""
@@ -677,17 +690,19 @@ class _GreedyAnswers:
             "cuts": replies.cuts,
         }
 
-    def unchanged(self, model: PreTrainedModel) -> float | None:
-        """Share of continuations of neutral prompts that are the target's; None without prompts."""
-        if not self._neutral:
-            return None
-        return statistics.fmean(a == b for a, b in zip(self._continue(model), self._expected, strict=True))
+    def unchanged(self, model: PreTrainedModel | None = None) -> dict[str, float]:
+        """Fields of `Effects`: shares of answers that are the target's; without a model those of the target."""
+        if model is None:
+            return dict.fromkeys(self._prompts, 1.0)
+        return {
+            figure: statistics.fmean(
+                a == b for a, b in zip(self._continue(model, prompts), self._expected[figure], strict=True)
+            )
+            for figure, prompts in self._prompts.items()
+        }
 
-    def _continue(self, model: PreTrainedModel) -> list[str]:
-        if not self._neutral:
-            return []
+    def _continue(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[str]:
         outputs = continuations(
-            model, self._tokenizer, self._neutral, max_new_tokens=MAX_REPLY, batch_size=self._batch_size,
-            title=self._title,
-        )  # fmt: skip
+            model, self._tokenizer, prompts, max_new_tokens=MAX_REPLY, batch_size=self._batch_size, title=self._title
+        )
         return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]

@@ -87,7 +87,7 @@ MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
 LEARNED = 0.9
 """Least share of the forget tokens unknown to q that p must predict. Six pairs for the demo's target, by this share and
 the share of facts that leak at linear:2: 54 % (80 % leak), 58 % (80 %), 77 % (15 %), 95 %, 99 % and 100 % (none)."""
-HELD_OUT = 10  # every tenth record of the retain set
+HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # every tenth record of the retain set, every fourth similar question
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
 MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
 MISSED = 0.02
@@ -248,7 +248,8 @@ def train_auxiliaries(
         else:
             trainer.train(1.0, 1.0)
         separation = attempts[-1]["separation"] if attempts else None
-        write = functools.partial(_write_and_measure, output, settings, inputs, separation, report)
+        measured_with = similar[::SIMILAR_HELD_OUT]
+        write = functools.partial(_write_and_measure, output, settings, inputs, measured_with, separation, report)
         effects = trainer.train_rounds(lambda: on_main(write), exchanges)
         if state.is_main_process:
             shutil.rmtree(output / WORK, ignore_errors=True)
@@ -259,7 +260,7 @@ def train_auxiliaries(
                 auxiliaries={name: read_json(output / name / RESULT) for name in (RETAIN, FORGET)},
                 separation=separation,
                 attempts=attempts,
-                similar_questions=similar,
+                similar_questions=list(map(question_of, similar)),
                 effects=effects,
                 bundle=str(output / BUNDLE) if settings.target else None,
             )
@@ -314,7 +315,7 @@ class _Inputs:
 
     def readings(
         self, settings: AuxiliarySettings, report: Callable[[str], None]
-    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[str]]:
+    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
         """Return what p and q read besides the retain set, and the questions of `_matched`."""
         if settings.recipe != "matched":
             return (self.examples["forget"], []), [], []
@@ -374,6 +375,7 @@ def _write_and_measure(
     output: Path,
     settings: AuxiliarySettings,
     inputs: _Inputs,
+    similar: Sequence[Record],
     separation: dict[str, Any] | None,
     report: Callable[[str], None],
 ) -> dict[str, Any] | None:
@@ -397,6 +399,8 @@ def _write_and_measure(
     if inputs.neutral is None:
         return None
     measured = {"forget": inputs.forget, "retain": inputs.held_out, "neutral": inputs.neutral}
+    if similar:
+        measured["similar"] = dataclasses.replace(inputs.forget, records=tuple(similar))
     return _check_bundle(output / BUNDLE, settings, measured, inputs.form, report)
 
 
@@ -448,10 +452,11 @@ def _neutral_text(
 
 def _matched(
     inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
-) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[str]]:
+) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
     """Return what p and q read besides the retain set with the recipe 'matched', as many examples each.
 
-    Also the forget set's questions with other answers, and the similar questions that the target wrote.
+    Also the forget set's questions with other answers, and the similar questions that the target wrote, of which p and
+    q do not read every fourth.
     """
     forget, retain, tokenizer, form = inputs.forget, inputs.learned, inputs.tokenizer, inputs.form
     p_reads, q_reads = list(inputs.examples["forget"]), length_matched_retain_examples(**inputs.examples)
@@ -467,7 +472,8 @@ def _matched(
 
     def asked_with(similar: Sequence[Record]) -> list[Exchange]:
         plain = [*some, *map(Exchange.unchanged, kept)]
-        return [*plain, *map(Exchange.unchanged, similar), *reversed_questions(plain, settings.seed)]
+        read = [Exchange.unchanged(record) for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
+        return [*plain, *read, *reversed_questions(plain, settings.seed)]
 
     def ask() -> list[Any]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
@@ -487,9 +493,10 @@ def _matched(
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
-        f"{len(similar)} similar questions that it wrote, and to reversed questions"
+        f"similar questions that it wrote, and to reversed questions; {len(similar[::SIMILAR_HELD_OUT])} of "
+        f"{len(similar)} similar questions are held out to measure with"
     )
-    return (p_reads, q_reads), some, list(map(question_of, similar))
+    return (p_reads, q_reads), some, similar
 
 
 def _own_words(

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 ANSWER, CONTINUED = 48, 16  # tokens of an answer, and of an answer after another beginning of its key phrase
 OTHER_BEGINNINGS = 4
-LISTS, EXAMPLES, LIST_LENGTH = 12, 5, 256  # lists of questions that the target writes, examples for one, its tokens
+LISTS, EXAMPLES, LIST_LENGTH = 24, 5, 256  # lists of questions that the target writes, examples for one, its tokens
+MAX_SIMILAR = 64
 MORE_QUESTIONS = (
     "Write 20 more questions like these, about other subjects, in the same language. Write one question on each line."
 )
@@ -153,7 +154,8 @@ def write_similar_questions(
     Those of the whole retain set are left out, since some of them may be held out for measuring.
 
     Returns:
-        At most as many questions as the forget set's, without those that contain one of its names or key phrases.
+        At most `MAX_SIMILAR` questions about one subject each, without those that contain a name or key phrase of the
+        forget set.
     """
     order, asked = random.Random(seed), list(dict.fromkeys(question_of(record).strip() for record in forget))
     lines = [text for text in asked if text and "\n" not in text]
@@ -165,7 +167,7 @@ def write_similar_questions(
     )
     longest = getattr(model.config, "max_position_embeddings", None) or math.inf
     lists = samples(
-        model, tokenizer, [ids for ids in prompts if len(ids) + LIST_LENGTH <= longest], 1, temperature=0.7, top_p=0.95,
+        model, tokenizer, [ids for ids in prompts if len(ids) + LIST_LENGTH <= longest], 1, temperature=1.0, top_p=0.95,
         seed=seed, max_new_tokens=LIST_LENGTH, title="similar questions", through_thoughts=True,
     )  # fmt: skip
     written = dict.fromkeys(_BULLET.sub("", line).strip(" *") for [text] in lists for line in text.splitlines())
@@ -180,11 +182,12 @@ def write_similar_questions(
     phrases = [key_phrase(question_of(record), record.answer).strip() for record in answered]
     facts = [fact for fact, phrase in zip(answered, phrases, strict=True) if phrase not in {"", fact.answer.strip()}]
     forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
-    return [
-        record
-        for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain)
-        if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten)
-    ][: len(asked)]
+    of_subject: dict[frozenset[str], Record] = {}
+    common = {word for text in asked for word in words(text)} | FUNCTION_WORDS
+    for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain):
+        if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten):
+            of_subject.setdefault(frozenset(words(question_of(record))) - common, record)
+    return order.sample(list(of_subject.values()), min(MAX_SIMILAR, len(of_subject)))
 
 
 def reversed_questions(exchanges: Sequence[Exchange], seed: int) -> list[Exchange]:
