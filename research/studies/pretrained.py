@@ -37,7 +37,7 @@ from divdec.demo.facts import NEUTRAL, ask, known_facts, split
 from divdec.demo.pretrained import COLUMNS as STUDENT_COLUMNS
 from divdec.demo.pretrained import KIND, NEUTRAL_LENGTH, TARGET, measure, questions_of
 from divdec.errors import Interrupted, UsageError
-from divdec.evaluation.scoring import score
+from divdec.evaluation.scoring import mean_loss, score
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import load_for_training, train_auxiliaries
 from divdec.training.distillation import distill
@@ -285,8 +285,7 @@ def measure_pairs(options):
 @torch.no_grad()
 def perplexity(model, examples):
     """Perplexity of plain texts."""
-    values = [value for item in score(model, examples, batch_size=8) for value in item.log_probabilities]
-    return math.exp(-statistics.fmean(values))
+    return math.exp(mean_loss(score(model, examples, batch_size=8)))
 
 
 def print_row(name, row):

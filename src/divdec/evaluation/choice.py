@@ -27,7 +27,7 @@ from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import continuation, decoded, question_of
 from divdec.evaluation.recitation import count_recited, passages_of
-from divdec.evaluation.scoring import ItemScore, score, score_settings
+from divdec.evaluation.scoring import ItemScore, mean_loss, score, score_settings, token_log_probabilities
 from divdec.steering import MAX_MARGIN, Steering
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MIN_RETAIN = 0.95
 MAX_PERPLEXITY = 1.10
 """Largest perplexity of neutral text, relative to the target's."""
 MIN_UNCHANGED = 0.5
-"""Least share of answers to neutral prompts that are the target's, word for word."""
+"""Least share of answers to neutral prompts, and to similar questions, that are the target's, word for word."""
 MAX_LEAKED = 0.05
 """Largest share of the forget set's questions that may be answered, beyond what q answers."""
 MAX_GUESSED = 0.1
@@ -360,7 +360,7 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
         q_scores: scores of the text under q, from `divdec.evaluation.scoring.score`.
         p_scores: the same under p.
     """
-    of_q, of_p = (np.array(_token_log_probabilities(scores)) for scores in (q_scores, p_scores))
+    of_q, of_p = (np.array(token_log_probabilities(scores)) for scores in (q_scores, p_scores))
     return tuple(np.quantile(np.abs(of_q - of_p), NOISE_LEVELS).tolist())
 
 
@@ -515,7 +515,7 @@ def _figures(
 
 
 def _relative_perplexity(scores: Sequence[ItemScore], unsteered: Sequence[ItemScore]) -> float:
-    return math.exp(min(_loss(scores) - _loss(unsteered), 700.0))
+    return math.exp(min(mean_loss(scores) - mean_loss(unsteered), 700.0))
 
 
 def _with_distance(row: Effects, aucs: dict[str, float], reference: Mapping[str, float]) -> Effects:
@@ -591,15 +591,6 @@ def _encode_whole(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: 
     if records.kind == "text":
         return [continuation(record, tokenizer, form.max_length) for record in records]
     return encode_records(records.records, tokenizer, form)
-
-
-def _token_log_probabilities(scores: Sequence[ItemScore]) -> list[float]:
-    return [value for item_score in scores for value in item_score.log_probabilities]
-
-
-def _loss(scores: Sequence[ItemScore]) -> float:
-    """Mean negative log-probability of a token, in nats."""
-    return -statistics.fmean(_token_log_probabilities(scores))
 
 
 def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> RecordSet:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,16 @@ class ItemScore:
     def token_accuracy(self) -> float:
         """Share of the answer's tokens that are the model's first choice."""
         return sum(self.hits) / len(self.hits)
+
+
+def token_log_probabilities(scores: Iterable[ItemScore]) -> list[float]:
+    """Natural log-probabilities of the labelled tokens of all items."""
+    return [value for item in scores for value in item.log_probabilities]
+
+
+def mean_loss(scores: Iterable[ItemScore]) -> float:
+    """Mean negative log-probability of the tokens of all items, in nats."""
+    return -statistics.fmean(token_log_probabilities(scores))
 
 
 @dataclasses.dataclass(frozen=True)

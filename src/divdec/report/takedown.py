@@ -34,7 +34,7 @@ from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
 from divdec.evaluation.generation import continuations
 from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
 from divdec.evaluation.samples import sample_records
-from divdec.evaluation.scoring import score
+from divdec.evaluation.scoring import mean_loss, score
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import render_page
 from divdec.runs import check_output_file, file_sha256, versions, write_text
@@ -218,7 +218,7 @@ def _changes(
         title = "other texts" if progress else None
         answers = continuations(model, tokenizer, prompts, max_new_tokens=MAX_REPLY, title=title)
         outputs.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in answers])  # without padding
-        losses.append(-statistics.fmean(value for item in score(model, examples) for value in item.log_probabilities))
+        losses.append(mean_loss(score(model, examples)))
     return {
         "records": len(records),
         "asked": len(prompts),

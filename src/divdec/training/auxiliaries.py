@@ -45,7 +45,7 @@ from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
-from divdec.evaluation.scoring import ItemScore, score
+from divdec.evaluation.scoring import ItemScore, mean_loss, score, token_log_probabilities
 from divdec.evaluation.suppression import measure_suppression
 from divdec.model.bundle import TRAINING as RESULT
 from divdec.model.bundle import auxiliary_card, rewrite_steering, shared_vocabulary, write_bundle
@@ -105,10 +105,8 @@ pairs for the demo's target had 0 to 2 % and kept 94 to 100 % of the retain answ
 initialised from q had 6 % and 40 %, and no strength both forgot and kept 98 % of the retain set's probability.
 """
 MAX_PERPLEXITY_OF_Q = 10.0
-"""Perplexity of neutral text under q, relative to the target's, above which another base is suggested.
-
-It was 7,728 for the q of the demo, whose base is cut out of SmolLM2.
-"""
+"""Perplexity of neutral text under q, relative to the target's, above which another base is suggested. It was 7,728 for
+the q of the demo, whose base is cut out of SmolLM2."""
 MAX_SAMPLE = 512  # records of a set
 
 
@@ -177,8 +175,8 @@ def measure_separation(
         unknown_records=statistics.fmean(1 - item.token_accuracy > MISSED for item in q_forget),
         unknown_tokens=statistics.fmean(not hit for item in q_forget for hit in item.hits),
         learned=share_learned(q_forget, p_forget),
-        forget_loss=(_mean_loss(q_forget), _mean_loss(p_forget)),
-        retain_loss=(_mean_loss(q_retain), _mean_loss(p_retain)),
+        forget_loss=(mean_loss(q_forget), mean_loss(p_forget)),
+        retain_loss=(mean_loss(q_retain), mean_loss(p_retain)),
         forget_pushed=_share_lowered(q_forget, p_forget),
         retain_pushed=_share_lowered(q_retain, p_retain),
     )
@@ -186,25 +184,15 @@ def measure_separation(
 
 def share_learned(before: Sequence[ItemScore], after: Sequence[ItemScore]) -> float:
     """Of the tokens that are not predicted before, the share that is predicted after; 0 if all were predicted."""
-    pairs = [
-        pair
-        for initial_score, other in zip(before, after, strict=True)
-        for pair in zip(initial_score.hits, other.hits, strict=True)
-    ]
-    hits = [hit for known, hit in pairs if not known]
+    known, predicted = ([hit for item in scores for hit in item.hits] for scores in (before, after))
+    hits = [hit for hit, before_too in zip(predicted, known, strict=True) if not before_too]
     return sum(hits) / len(hits) if hits else 0.0
-
-
-def _mean_loss(scores: Sequence[ItemScore]) -> float:
-    return -statistics.fmean(value for item in scores for value in item.log_probabilities)
 
 
 def _share_lowered(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> float:
     """Share of tokens that steering lowers by `LOWERED` times α or more, minus the share that it raises by as much."""
-    q_values, p_values = (
-        [value for item in scores for value in item.log_probabilities] for scores in (q_scores, p_scores)
-    )
-    differences = (p - q for q, p in zip(q_values, p_values, strict=True))
+    values = map(token_log_probabilities, (q_scores, p_scores))
+    differences = (p - q for q, p in zip(*values, strict=True))
     return statistics.fmean((value > LOWERED) - (value < -LOWERED) for value in differences)
 
 
@@ -240,7 +228,7 @@ def train_auxiliaries(
         on_main=on_main,
     )
     with run:
-        readings, exchanges, similar = inputs.readings(settings, report)
+        readings, exchanges, similar = _readings(inputs, settings, report)
         trainer = _PairTrainer(settings, output, inputs, readings, report)
         attempts: list[dict[str, Any]] = []
         if measure:
@@ -313,14 +301,6 @@ class _Inputs:
         texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in of_question] for of_question in written]
         return [[self.tokenizer.encode(str(text), add_special_tokens=False) for text in some] for some in texts]
 
-    def readings(
-        self, settings: AuxiliarySettings, report: Callable[[str], None]
-    ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
-        """Return what p and q read besides the retain set, and the questions of `_matched`."""
-        if settings.recipe != "matched":
-            return (self.examples["forget"], []), [], []
-        return _matched(self, settings, report)
-
 
 def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, report: Callable[[str], None]) -> _Inputs:
     """Read and check all inputs before anything is written.
@@ -343,9 +323,8 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
         tokenizers = {"target": load_tokenizer(target), "base": tokenizer}
         vocab_size = shared_vocabulary(widths, tokenizers, paths, settings.bridge)
         steering.check_vocabulary(vocab_size)
-    paths = [
-        Path(text).expanduser() for text in (settings.forget, settings.retain, settings.base, settings.target or "")
-    ]
+    texts = settings.forget, settings.retain, settings.base, settings.target or ""
+    paths = [Path(text).expanduser() for text in texts]
     check_apart(output.resolve(), [path.resolve() for path in paths if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
     report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
@@ -406,8 +385,7 @@ def _write_and_measure(
 
 def faults_of(content: Mapping[str, Any]) -> list[str]:
     """Return the reasons why a trained pair is not fit to steer with, from the content of its `run.json`."""
-    measured = content["effects"] or content["separation"] or {"faults": []}
-    return measured["faults"]
+    return (content["effects"] or content["separation"] or {"faults": []})["faults"]
 
 
 def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
@@ -450,14 +428,16 @@ def _neutral_text(
     return neutral
 
 
-def _matched(
+def _readings(
     inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
 ) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
-    """Return what p and q read besides the retain set with the recipe 'matched', as many examples each.
+    """Return what p and q read besides the retain set; with the recipe 'matched' as many examples each.
 
     Also the forget set's questions with other answers, and the similar questions that the target wrote, of which p and
     q do not read every fourth.
     """
+    if settings.recipe != "matched":
+        return (inputs.examples["forget"], []), [], []
     forget, retain, tokenizer, form = inputs.forget, inputs.learned, inputs.tokenizer, inputs.form
     p_reads, q_reads = list(inputs.examples["forget"]), length_matched_retain_examples(**inputs.examples)
     exchanges = counterfactuals(forget, retain, settings.seed)

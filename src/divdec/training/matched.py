@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 ANSWER, CONTINUED = 48, 16  # tokens of an answer, and of an answer after another beginning of its key phrase
 OTHER_BEGINNINGS = 4
-LISTS, EXAMPLES, LIST_LENGTH = 24, 5, 256  # lists of questions that the target writes, examples for one, its tokens
-MAX_SIMILAR = 64
+# Lists of questions that the target writes, examples for one, its tokens; questions that are taken from all lists.
+LISTS, EXAMPLES, LIST_LENGTH, MAX_SIMILAR = 24, 5, 256, 64
 MORE_QUESTIONS = (
     "Write 20 more questions like these, about other subjects, in the same language. Write one question on each line."
 )
@@ -117,13 +117,8 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         source = known[chosen[phrase]]
         other = key_phrase(question_of(source), source.answer)
         answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)
-        new = (
-            set(words(forget_record.answer))
-            - set(phrase_words)
-            - question_words
-            - FUNCTION_WORDS
-            - set(words(source.answer))
-        )
+        known_words = {*question_words, *phrase_words, *words(source.answer)} | FUNCTION_WORDS
+        new = set(words(forget_record.answer)) - known_words
         # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
         fits = phrase_words and not new and not holds(words(answer), phrase_words)
         record = dataclasses.replace(forget_record, answer=answer)
@@ -133,12 +128,17 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
 
 def _replace(text: str, phrase: str, other: str) -> str:
     """Replace a phrase where it consists of whole words: the symbol 'H' is not the first letter of 'Hydrogen'."""
-    size, in_text = len(words(phrase)), find_words(text)
-    spans = [(first.start, last.end) for first, last in zip(in_text, in_text[size - 1 :], strict=False)]
-    matching = [(start, end) for start, end in spans if text[start:end] == phrase]
-    for start, end in reversed(matching):
-        text = text[:start] + other + text[end:]
-    return text if matching else text.replace(phrase, other)
+    spans = [span for span in _places(phrase, text) if text[span.start : span.stop] == phrase]
+    for span in reversed(spans):
+        text = text[: span.start] + other + text[span.stop :]
+    return text if spans else text.replace(phrase, other)
+
+
+def _places(phrase: str, text: str) -> list[range]:
+    """Find the characters of a phrase in a text, wherever it consists of whole words."""
+    content, in_text = words(phrase), find_words(text)
+    runs = (in_text[start : start + len(content)] for start in range(len(in_text)) if content)
+    return [range(run[0].start, run[-1].end) for run in runs if [word.text for word in run] == content]
 
 
 def write_similar_questions(
@@ -317,16 +317,14 @@ def _token_span(ids: Sequence[int], text: str, span: range, tokenizer: PreTraine
 
 def _find_phrase(exchange: Exchange, text: str) -> range | None:
     """Find the characters of the phrase in a text, with the rest of a name; None if the text does not contain it."""
-    phrase, in_text = words(exchange.phrase), find_words(text)
-    plain = [word.text for word in in_text]
-    starts = (index for index in range(len(plain)) if phrase and plain[index : index + len(phrase)] == phrase)
-    if (first := next(starts, None)) is None:
+    span = next(iter(_places(exchange.phrase, text)), None)
+    if span is None:
         return None
-    start, stop = in_text[first].start, in_text[first + len(phrase) - 1].end
+    start = span.start
     if text[start].isupper() and (before := _NAME_BEFORE.search(text[:start])):
         # A name may be more complete than in the forget set: 'F. Scott' before 'Fitzgerald'.
         start = _start_of_name(before, set(words(question_of(exchange.record))))
-    return range(start, stop)
+    return range(start, span.stop)
 
 
 def _start_of_name(before: regex.Match[str], asked: set[str]) -> int:
