@@ -594,3 +594,12 @@ class TestDefaults:
         config.save_pretrained(tmp_path)
         with pytest.raises(UsageError, match="--lora-rank 0"):
             why_no_pair(tmp_path, TrainingSettings(lora_rank=4))
+
+    def test_they_are_refused_before_anything_is_read_also_where_the_adapters_are_merged(self, files, monkeypatch):
+        def refuse(base, settings):
+            raise UsageError("not by adapters")
+
+        monkeypatch.setattr(auxiliaries, "why_no_pair", refuse)
+        with pytest.raises(UsageError, match="not by adapters"):
+            train(files | {"lora_rank": 4, "adapters": False})
+        assert not Path(files["output"]).exists()

@@ -311,7 +311,8 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     steering = Steering.parse(settings.steering or DEFAULT_RULE)
     base, target = resolve_trainable(settings.base, "base"), None
     tokenizer = load_tokenizer(base)
-    if settings.adapters and (reason := why_no_pair(base, settings.training())):
+    reason = why_no_pair(base, settings.training()) if settings.lora_rank else None
+    if settings.adapters and reason:
         raise UsageError(f"--base {settings.base}: {reason}, so that its adapters cannot be a pair; give --merge")
     if settings.target is not None:
         reference = CheckpointReference.parse(settings.target)
