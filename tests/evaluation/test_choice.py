@@ -1,5 +1,6 @@
 """What a steered model forgets and keeps."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -111,6 +112,16 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
     with pytest.raises(UsageError, match="forgetting is not measured"):
         choose_rule(steered, tokenizer, sets | {"forget": texts_of("forget", ["a"])})
+
+
+def test_a_q_in_whose_tokens_nothing_can_be_asked_does_not_count_as_ignorant(steered, tokenizer, sets, monkeypatch):
+    other, passages_of = copy.copy(tokenizer), choice.passages_of
+    monkeypatch.setattr(choice, "_pair_of", lambda model: (model.experts.retain, model.experts.forget, other))
+    monkeypatch.setattr(
+        choice, "passages_of", lambda texts, of, **k: ([], 0) if of is other else passages_of(texts, of)
+    )
+    with pytest.raises(UsageError, match="forgetting is not measured"):
+        choose_rule(steered, tokenizer, sets)
 
 
 def test_similar_questions_are_asked_and_decide_between_good_rules(steered, tokenizer, sets, monkeypatch):

@@ -26,7 +26,7 @@ from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import continuation, decoded, question_of
-from divdec.evaluation.recitation import count_recited, passages_of
+from divdec.evaluation.recitation import Passage, count_recited, passages_of
 from divdec.evaluation.scoring import ItemScore, mean_loss, score, score_settings, token_log_probabilities
 from divdec.steering import MAX_MARGIN, Steering
 
@@ -654,9 +654,7 @@ class _GreedyAnswers:
         self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
         self._title = "other prompts" if progress else None
         self._forget = _sample(sets["forget"], MAX_RECORDS)
-        passages = passages_of(self._forget, tokenizer, most=MAX_RECORDS)[0]
-        if not passages:
-            raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
+        passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.kind == "question/answer" else len(passages)
         self._prompts = {
             figure: neutral_prompts(_sample(sets[name], MAX_RECORDS), tokenizer, form)
@@ -672,14 +670,19 @@ class _GreedyAnswers:
     def leaked(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
         if self._forget.kind != "question/answer":
-            passages = passages_of(self._forget, tokenizer, most=MAX_RECORDS)[0]
-            return {"leaked": count_recited(model, tokenizer, passages) / len(passages) if passages else 0.0}
+            passages = self._passages(tokenizer)
+            return {"leaked": count_recited(model, tokenizer, passages) / len(passages)}
         replies = self.ask(model, tokenizer, self._forget)
         return {
             "leaked": replies.leaks / replies.count,
             "unanswered": replies.thinking / replies.count,
             "cuts": replies.cuts,
         }
+
+    def _passages(self, tokenizer: PreTrainedTokenizerBase) -> list[Passage]:
+        if passages := passages_of(self._forget, tokenizer, most=MAX_RECORDS)[0]:
+            return passages
+        raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
 
     def unchanged(self, model: PreTrainedModel | None = None) -> dict[str, float]:
         """Fields of `Effects`: shares of answers that are the target's; without a model those of the target."""
