@@ -1,6 +1,5 @@
 """What README and docs say can be typed: every command parses, the Python runs, every link leads somewhere."""
 
-import json
 import os
 import re
 import shlex
@@ -44,44 +43,6 @@ def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.strip()
     assert "What is the capital of Hungary?" not in printed  # the answer without the prompt
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_readme_train_and_calibrate_commands_forget_demo_data(tmp_path, monkeypatch, capsys):
-    """`train` and `calibrate` on the demo's data as the README has them, then every question of the forget set."""
-    from divdec.cli import main
-    from divdec.evaluation.metrics import contains_fact
-    from divdec_research.world.demo import WORLD
-    from divdec_research.world.facts import build_world
-
-    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    assert main(["world", "--output", "demo"]) == 0
-    sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
-    options = ["--recipe", "full-retain", "--lora-rank", "0", "--lr", "1e-3", "--epochs", "10"]
-    train = ["train", *options, "--base", "demo/base", *sets, "--target", "demo/target"]
-    # These models' pairs also change what they say about the rest of their small world, and train says so.
-    assert main([*train, "--output", "runs/first"]) in (0, 3)
-    assert main(["calibrate", "runs/first/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write"]) == 0
-    asked = [one for one in build_world(WORLD).forget if one.phrasing == 0]
-    Path("questions.txt").write_text("".join(f"{one.question}\n" for one in asked))
-    capsys.readouterr()
-    assert main(["generate", "runs/first/bundle", "--file", "questions.txt", "--max-new-tokens", "32"]) == 0
-    answers = capsys.readouterr().out.splitlines()
-    leaks = sum(contains_fact(answer, one.fact) for answer, one in zip(answers, asked, strict=True))
-    assert leaks / len(asked) <= 0.1
-    # A p that goes on from q: a setting that forgets, or a refusal.
-    assert main([*train, "--init-forget-from", "retain", "--output", "runs/second"]) in (0, 3)
-    code = main(["calibrate", "runs/second/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write", "--json"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert code == (0 if found["written"] else 3)
-    assert found["written"] == (found["faults"] == [])
-    if found["written"]:
-        assert (
-            found["leak_check"]["steered"]
-            <= 0.05 * found["leak_check"]["asked"] + found["leak_check"]["retain_auxiliary"]
-        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

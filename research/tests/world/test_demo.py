@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from divdec import DivergenceForCausalLM
 from divdec.checkpoint import load_config
 from divdec.data.records import read_records
+from divdec.evaluation.metrics import contains_fact
 from divdec.runs import locked_folder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
@@ -155,3 +157,32 @@ def assert_the_suite_tells_the_models_apart(folder, runs):
     ]
     assert scores[0] < 0.1
     assert min(scores[1:]) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", [[], ["--init-forget-from", "retain"]], ids=["p from the base", "p from q"])
+def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, capsys, options):
+    """`train` and `calibrate` on the world's data, then every question of the forget set."""
+    from divdec.cli import main
+
+    monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["world", "--output", "demo"]) == 0
+    sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
+    options = [*options, "--recipe", "full-retain", "--lora-rank", "0", "--lr", "1e-3", "--epochs", "10"]
+    train = ["train", *options, "--base", "demo/base", *sets, "--target", "demo/target", "--output", "runs/first"]
+    # These models' pairs also change what they say about the rest of their small world, and train says so.
+    assert main(train) in (0, 3)
+    capsys.readouterr()
+    code = main(["calibrate", "runs/first/bundle", *sets, "--holdout", "demo/holdout.jsonl", "--write", "--json"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == (0 if result["written"] else 3)
+    assert result["written"] == (result["faults"] == [])
+    asked = [one for one in build_world(demo.WORLD).forget if one.phrasing == 0]
+    Path("questions.txt").write_text("".join(f"{one.question}\n" for one in asked))
+    assert main(["generate", "runs/first/bundle", "--file", "questions.txt", "--max-new-tokens", "32"]) == 0
+    answers = capsys.readouterr().out.splitlines()
+    leaks = sum(contains_fact(answer, one.fact) for answer, one in zip(answers, asked, strict=True))
+    assert not result["written"] or leaks / len(asked) <= 0.1
+    assert result["leak_check"]["asked"] > len(asked)
