@@ -16,6 +16,7 @@ from divdec.evaluation import choice
 from divdec.evaluation.choice import (
     MAX_PERPLEXITY,
     Effects,
+    Replies,
     RuleChoice,
     candidates,
     choose_rule,
@@ -124,37 +125,40 @@ def test_a_q_in_whose_tokens_nothing_can_be_asked_does_not_count_as_ignorant(ste
         choose_rule(steered, tokenizer, sets)
 
 
-def test_similar_questions_are_asked_and_decide_between_good_rules(steered, tokenizer, sets, monkeypatch):
-    """Neutral answers stay under both rules; the one that is asked first changes answers to similar questions."""
-    similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "It is.") for n in range(4)))
-    answers, asked = choice._GreedyAnswers._continue, []
+def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokenizer, sets, monkeypatch):
+    """Neutral answers stay under both rules; the one that is asked first answers similar questions wrongly."""
+    similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "There.") for n in range(4)))
+    retain = RecordSet("retain", "question/answer", tuple(question(f"Why is {n}?", "So.") for n in range(4)))
+    rules = []
 
-    def changes_similar(self, model, prompts):
-        texts = answers(self, model, prompts)
-        asked.extend([model.steering] if model is steered else [])
-        changes = model is steered and model.steering == asked[0] and len(prompts) == len(similar)
-        return [f"{text}!" if changes else text for text in texts]
+    def asked(self, model, tokenizer, records):
+        texts = [record.messages[0].content for record in records]
+        assert texts == [f"Why is {n}?" for n in range(4)] + [f"Where is {n}?" for n in range(4)]
+        rules.extend([model.steering] if model is steered else [])
+        return Replies(8, leaks=5 if model is steered and model.steering == rules[0] else 6, limit=8)
 
-    monkeypatch.setattr(choice._GreedyAnswers, "_continue", changes_similar)
+    monkeypatch.setattr(choice._GreedyAnswers, "_continue", lambda self, model: ["the same"] * len(self._neutral))
+    monkeypatch.setattr(choice._GreedyAnswers, "ask", asked)
     monkeypatch.setattr(
         choice._GreedyAnswers, "leaked", lambda _, model, __: {"leaked": float(model is steered.target)}
     )
     settings = [Steering(alpha=2e-6), Steering(alpha=1e-6)]
-    report = choose_rule(steered, tokenizer, sets | {"similar": similar}, settings, min_retain=0.0)
-    figures = {row.steering: (row.unchanged, row.similar) for row in report.settings}
-    assert len(figures) == 2
-    assert figures.pop(asked[0]) == (1.0, 0.0)
+    report = choose_rule(steered, tokenizer, sets | {"similar": similar, "retain": retain}, settings, min_retain=0.0)
+    figures = {row.steering: (row.unchanged, row.answered) for row in report.settings}
+    assert len(figures) == len(rules) == 2
+    assert figures.pop(rules[0]) == (1.0, 5 / 6)
     assert figures == {report.best.steering: (1.0, 1.0)}
-    assert report.target.similar == 1.0
-    assert "similar: unchanged" in report.table[0]
-    assert "100% of those to similar questions" in str(report)
-    report = choose_rule(steered, tokenizer, sets, settings, min_retain=0.0)
-    assert report.best.similar is None
+    assert report.target.answered == 1.0
+    assert report.faults == []
+    assert "retain, similar: answered" in report.table[0]
+    assert "answers 100% of its and similar questions" in str(report)
+    report = choose_rule(steered, tokenizer, sets, settings, min_retain=0.0)  # plain texts
+    assert report.best.answered is None
     assert "similar" not in report.table[0] + str(report)
 
 
-def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, similar=None):
-    return Effects(Steering(), 0.1, retain, perplexity, leaked, unchanged, similar)
+def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, answered=None):
+    return Effects(Steering(), 0.1, retain, perplexity, leaked, unchanged, answered)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,8 @@ def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, similar=None):
         (row(leaked=0.3), 0.1, ["still answers 30%"]),
         (row(retain=0.9), 0.0, ["keeps only 90%"]),
         (row(unchanged=0.4), 0.0, ["leaves only 40% of the answers to neutral prompts"]),
-        (row(similar=0.4), 0.0, ["leaves only 40% of the answers to similar questions"]),
+        (row(answered=0.89), 0.0, ["answers only 89% of what the target answers"]),
+        (row(answered=0.9), 0.0, []),
         (row(perplexity=MAX_PERPLEXITY + 0.01), 0.0, ["raises the perplexity of neutral text to 1.11 times"]),
         (row(retain=0.9, leaked=0.3), 0.0, ["keeps only 90%", "still answers 30%"]),
     ],
@@ -180,7 +185,7 @@ def test_faults_of_the_best_setting(best, guessed, words):
 def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
     """The pair of a shrunk SmolLM2 had 14 nats after two rounds."""
     assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-2:]] == ["linear:1.5:14.3", "linear:1.5:20"]
-    assert noise_margins((0.0, 0.1, 0.2)) == [1.0]
+    assert noise_margins((0.0, 0.1, 0.2)) == [1.0, 2.0, 4.0]
     assert noise_margins((0.1, 0.9, 11.0)) == [11.0, 20.0]
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,13 +40,15 @@ UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
-MIN_MARGIN, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise
+MIN_NOISE, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise, which counts as 1 nat or more
 MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MAX_PERPLEXITY = 1.10
 """Largest perplexity of neutral text, relative to the target's."""
 MIN_UNCHANGED = 0.5
-"""Least share of answers to neutral prompts, and to similar questions, that are the target's, word for word."""
+"""Least share of answers to neutral prompts that are the target's, word for word."""
+MIN_ANSWERED = 0.9
+"""Least share of the retain set's and similar questions that may be answered, relative to the target's."""
 MAX_LEAKED = 0.05
 """Largest share of the forget set's questions that may be answered, beyond what q answers."""
 MAX_GUESSED = 0.1
@@ -56,7 +59,7 @@ within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 MAX_EXCESS = 0.02  # negligible difference of AUCs
 MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MAX_ASKED = 4  # settings whose answers are generated
+MAX_ASKED = 5  # settings whose answers are generated
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
 PROMPT = 16  # tokens of a plain neutral text before its continuation
@@ -78,8 +81,9 @@ class Effects:
     decoding; None if this setting was not asked."""
     unchanged: float | None = None
     """Share of greedy answers to neutral prompts that are the target's, word for word."""
-    similar: float | None = None
-    """The same of the similar questions; None without any."""
+    answered: float | None = None
+    """Share of the questions of the retain set and of the similar questions that are answered correctly, relative to
+    the target's; None with a holdout set, and if the target answers none."""
     unanswered: float = 0.0
     """Share of the replies to the forget set's questions that were cut within a thought."""
     cuts: str = ""
@@ -98,9 +102,9 @@ class Effects:
         return self.steering.alpha if self.steering.rule == "linear" else self.steering.k
 
     @property
-    def all_unchanged(self) -> float:
-        """Mean of `unchanged` and `similar`; 0 without either."""
-        shares = [share for share in (self.unchanged, self.similar) if share is not None]
+    def kept(self) -> float:
+        """Mean of `unchanged` and `answered`; 0 without either."""
+        shares = [min(share, 1.0) for share in (self.unchanged, self.answered) if share is not None]
         return statistics.fmean(shares) if shares else 0.0
 
     def keeps(self, min_retain: float = MIN_RETAIN) -> bool:
@@ -130,9 +134,15 @@ class Effects:
             faults.append(f"{self.steering} keeps only {kept} of the retain set's probability")
         if self.perplexity is not None and self.perplexity > MAX_PERPLEXITY:
             faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
-        for asked, unchanged in (("neutral prompts", self.unchanged), ("similar questions", self.similar)):
-            if unchanged is not None and unchanged < MIN_UNCHANGED:
-                faults.append(f"{self.steering} leaves only {unchanged:.0%} of the answers to {asked} unchanged")
+        if self.unchanged is not None and self.unchanged < MIN_UNCHANGED:
+            faults.append(
+                f"{self.steering} leaves only {self.unchanged:.0%} of the answers to neutral prompts unchanged"
+            )
+        if self.answered is not None and self.answered < MIN_ANSWERED:
+            faults.append(
+                f"{self.steering} answers only {self.answered:.0%} of what the target answers of the retain set's and "
+                "similar questions"
+            )
         if self.leaked is not None and self.shows_more_than(guessed):
             faults.append(
                 f"{self.steering} still answers {self.leaked:.0%} of the forget set (the target {target.leaked:.0%}, q "
@@ -228,7 +238,7 @@ class RuleChoice:
     def rows(self) -> list[tuple[str, ...]]:
         """A table of the settings, with its head."""
         head = ["", "forget: answered", "probability", "retain: probability"]
-        head += ["similar: unchanged"] if self.target.similar is not None else []
+        head += ["retain, similar: answered"] if self.target.answered is not None else []
         head += ["neutral: unchanged", "perplexity"] if self.noise else []
         head += [*self.reference, "distance"] if self.reference else []
         rows = [tuple(head)]
@@ -239,8 +249,8 @@ class RuleChoice:
                 f"{row.forget:.3f}",
                 f"{row.retain:.0%}",
             ]
-            if self.target.similar is not None:
-                cells.append("" if row.similar is None else f"{row.similar:.0%}")
+            if self.target.answered is not None:
+                cells.append("" if row.answered is None else f"{row.answered:.0%}")
             if row.perplexity is not None:
                 cells += ["" if row.unchanged is None else f"{row.unchanged:.0%}", f"×{row.perplexity:.3f}"]
             if row.aucs:
@@ -266,9 +276,10 @@ class RuleChoice:
         if best.perplexity is None:
             text = f"{text} and {kept}"
         else:
-            similar = "" if best.similar is None else f"{best.similar:.0%} of those to similar questions and "
+            if best.answered is not None:
+                kept += f", answers {best.answered:.0%} of its and similar questions (relative to the target)"
             text = (
-                f"{text}, {kept} and leaves {similar}{best.unchanged:.0%} of the answers to neutral prompts unchanged; "
+                f"{text}, {kept} and leaves {best.unchanged:.0%} of the answers to neutral prompts unchanged; "
                 f"perplexity of neutral text ×{best.perplexity:.2f}"
             )
         if not self.reference:
@@ -347,7 +358,7 @@ def ask(
 
 def noise_margins(noise: Sequence[float]) -> list[float]:
     """Return margins at the largest quantile of the noise and above it, in nats, that leave neutral text alone."""
-    margins = (round(min(max(MIN_MARGIN, factor * noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
+    margins = (round(min(factor * max(MIN_NOISE, noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
     return list(dict.fromkeys(margins))
 
 
@@ -365,11 +376,7 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
 
 
 def candidates(noise: Sequence[float]) -> tuple[Steering, ...]:
-    """Return the rules that `choose_rule` compares by default.
-
-    Args:
-        noise: the result of `noise_of`.
-    """
+    """Return the rules that `choose_rule` compares by default, from the result of `noise_of`."""
     with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
     return (*map(Steering.parse, CANDIDATES), *with_margin)
 
@@ -396,8 +403,8 @@ def choose_rule(
         model: a steered model with a neural pair; on return it has the chosen setting.
         tokenizer: its tokenizer.
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
-            like those of the forget set that no model has seen) or both; 'similar' (questions whose answers should not
-            change) if there are any.
+            like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
+            as before) if there are any.
         settings: the candidates; by default those of `candidates`, which need neutral text.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
@@ -433,7 +440,7 @@ def choose_rule(
     title = "settings" if progress else None
     flat = [example for some in examples.values() for example in some]
     scored = score_settings(model, flat, settings, moments="holdout" in sets, batch_size=batch_size, title=title)
-    by_setting = [_split(scores, examples) for scores in scored]
+    by_setting = [{name: [*islice(row, len(some))] for name, some in examples.items()} for row in map(iter, scored)]
     rows = [_figures(setting, of_set, by_setting[0]) for setting, of_set in zip(settings, by_setting, strict=True)]
     reference: dict[str, float] = {}
     if "holdout" in sets:
@@ -445,19 +452,19 @@ def choose_rule(
         rows = [_with_distance(row, setting_aucs, reference) for row, setting_aucs in zip(rows, aucs, strict=True)]
 
     replies = _GreedyAnswers(model.target, tokenizer, sets, form, batch_size, progress)
-    target = dataclasses.replace(rows[0], **replies.leaked(model.target, tokenizer), **replies.unchanged())
+    target = dataclasses.replace(rows[0], **replies.leaked(model.target, tokenizer), **replies.others_of_target)
     guessed = replies.leaked(q, q_tokenizer)["leaked"]
     measured = {row.steering: row for row in rows[1:]}
     answered: list[Effects] = []
     for row in _promising(rows[1:], min_retain, bool(reference)):
         model.steering = row.steering
-        row = dataclasses.replace(row, **replies.leaked(model, tokenizer), **replies.unchanged(model))
+        row = dataclasses.replace(row, **replies.leaked(model, tokenizer), **replies.others(model))
         measured[row.steering] = row
         answered.append(row)
         if reference and not row.shows_more_than(guessed):
             break  # the others are farther from q
         faultless = target.shows_more_than(guessed) and not row.faults(target, guessed, min_retain)
-        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.all_unchanged == 1.0:
+        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.kept == 1.0:
             break  # the others lower the forget set's probability less
     if reference:
         best = next((row for row in answered if not row.shows_more_than(guessed)), answered[0])
@@ -468,7 +475,7 @@ def choose_rule(
                 len(row.faults(target, guessed, min_retain)),
                 # What little a good setting may answer is no reason to change more other answers.
                 max(row.leaked or 0.0, MAX_LEAKED),
-                -row.all_unchanged,
+                -row.kept,
                 row.forget,
             ),
         )
@@ -491,11 +498,6 @@ def _pair_of(model: DivergenceForCausalLM) -> tuple[PreTrainedModel, PreTrainedM
         "calibrate measures against the retain auxiliary, and this bundle has none (n-grams or a registry steer it): "
         "compare settings with `divdec eval … --sweep`"
     )
-
-
-def _split(scores: Sequence[ItemScore], examples: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[ItemScore]]:
-    ends = np.cumsum([len(some) for some in examples.values()]).tolist()
-    return {name: scores[end - len(some) : end] for (name, some), end in zip(examples.items(), ends, strict=True)}
 
 
 def _figures(
@@ -640,7 +642,7 @@ def _sample(records: RecordSet, most: int) -> RecordSet:
 
 
 class _GreedyAnswers:
-    """Greedy answers to the forget set, to neutral prompts and to similar questions."""
+    """Greedy answers to the forget set, to neutral prompts, and to questions that should be answered as before."""
 
     def __init__(
         self,
@@ -652,16 +654,19 @@ class _GreedyAnswers:
         progress: bool,
     ) -> None:
         self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
-        self._title = "other prompts" if progress else None
+        self._title = "neutral prompts" if progress else None
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.kind == "question/answer" else len(passages)
-        self._prompts = {
-            figure: neutral_prompts(_sample(sets[name], MAX_RECORDS), tokenizer, form)
-            for figure, name in (("unchanged", "neutral"), ("similar", "similar"))
-            if sets.get(name)
-        }
-        self._expected = {figure: self._continue(target, prompts) for figure, prompts in self._prompts.items()}
+        neutral = _sample(sets["neutral"], MAX_RECORDS) if "neutral" in sets else None
+        self._neutral = neutral_prompts(neutral, tokenizer, form) if neutral else []
+        self._expected = self._continue(target)
+        others = [sets[name] for name in ("retain", "similar") if name in sets and "holdout" not in sets]
+        questions = tuple(record for some in others if some.kind == "question/answer" for record in some)
+        self._questions = dataclasses.replace(self._forget, records=questions)
+        self._answered = self.ask(target, tokenizer, self._questions).leaks if questions else 0
+        asked = {"unchanged": self._neutral, "answered": self._answered}
+        self.others_of_target = {figure: 1.0 for figure, some in asked.items() if some}
 
     def ask(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: RecordSet) -> Replies:
         """Ask a model at most `MAX_RECORDS` questions of a set."""
@@ -684,19 +689,19 @@ class _GreedyAnswers:
             return passages
         raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
 
-    def unchanged(self, model: PreTrainedModel | None = None) -> dict[str, float]:
-        """Fields of `Effects`: shares of answers that are the target's; without a model those of the target."""
-        if model is None:
-            return dict.fromkeys(self._prompts, 1.0)
-        return {
-            figure: statistics.fmean(
-                a == b for a, b in zip(self._continue(model, prompts), self._expected[figure], strict=True)
-            )
-            for figure, prompts in self._prompts.items()
-        }
+    def others(self, model: PreTrainedModel) -> dict[str, float]:
+        """Fields of `Effects`: what a model answers as the target does."""
+        figures = {}
+        if self._neutral:
+            same = [a == b for a, b in zip(self._continue(model), self._expected, strict=True)]
+            figures["unchanged"] = statistics.fmean(same)
+        if self._answered:
+            figures["answered"] = self.ask(model, self._tokenizer, self._questions).leaks / self._answered
+        return figures
 
-    def _continue(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> list[str]:
+    def _continue(self, model: PreTrainedModel) -> list[str]:
         outputs = continuations(
-            model, self._tokenizer, prompts, max_new_tokens=MAX_REPLY, batch_size=self._batch_size, title=self._title
-        )
+            model, self._tokenizer, self._neutral, max_new_tokens=MAX_REPLY, batch_size=self._batch_size,
+            title=self._title,
+        )  # fmt: skip
         return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]

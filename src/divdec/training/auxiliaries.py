@@ -85,8 +85,7 @@ SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is g
 MAX_ANSWERED = 512  # questions of the forget set that the target answers
 MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
 LEARNED = 0.9
-"""Least share of the forget tokens unknown to q that p must predict. Six pairs for the demo's target, by this share and
-the share of facts that leak at linear:2: 54 % (80 % leak), 58 % (80 %), 77 % (15 %), 95 %, 99 % and 100 % (none)."""
+"""Least share of the forget tokens unknown to q that p must predict. Pairs of the toy world with 77 % leaked facts."""
 HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # every tenth record of the retain set, every fourth similar question
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
 MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
@@ -100,9 +99,8 @@ LOWERED = 1.0
 RETAIN_SHARE = 0.04
 """Largest share of retain tokens that steering may lower, relative to the share of forget tokens that it lowers.
 
-Tokens that it raises count against them: noise then cancels, while a p that is more confident everywhere shows. Five
-pairs for the demo's target had 0 to 2 % and kept 94 to 100 % of the retain answers at linear:1.5. Two pairs whose p was
-initialised from q had 6 % and 40 %, and no strength both forgot and kept 98 % of the retain set's probability.
+Tokens that it raises count against them: noise then cancels, while a p that is more confident everywhere shows. Good
+pairs of the toy world had 0 to 2 %, two whose p was initialised from q 6 % and 40 %.
 """
 MAX_PERPLEXITY_OF_Q = 10.0
 """Perplexity of neutral text under q, relative to the target's, above which another base is suggested. It was 7,728 for
