@@ -446,7 +446,8 @@ def choose_rule(
     if "holdout" in sets:
         q_sets = {name: encode(sets[name], q_tokenizer, form)[:max_records] for name in ("forget", "holdout")}
         of_set = {name: score(q, some, moments=True, batch_size=batch_size) for name, some in q_sets.items()}
-        texts = {name: [_answer(example, tokenizer) for example in examples[name]] for name in q_sets}
+        answers = {name: [[*filter(IGNORED.__ne__, item.labels)] for item in examples[name]] for name in q_sets}
+        texts = {name: [decoded(tokenizer, ids) for ids in some] for name, some in answers.items()}
         reference = _aucs(of_set, texts)
         aucs = [_aucs(some, texts) for some in by_setting]
         rows = [_with_distance(row, setting_aucs, reference) for row, setting_aucs in zip(rows, aucs, strict=True)]
@@ -582,10 +583,6 @@ def _aucs(scores: Mapping[str, Sequence[ItemScore]], texts: Mapping[str, Sequenc
         attack: attack_auc([item[attack] for item in forget], [item[attack] for item in holdout])
         for attack in forget[0]
     }
-
-
-def _answer(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
-    return decoded(tokenizer, [label for label in example.labels if label != IGNORED])
 
 
 def _encode_whole(records: RecordSet, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[Example]:
