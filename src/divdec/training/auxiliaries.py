@@ -103,7 +103,8 @@ Tokens that it raises count against them: noise then cancels, while a p that is 
 pairs of the toy world had 0 to 2 %, two whose p was initialised from q 6 % and 40 %.
 """
 MAX_PERPLEXITY_OF_Q = 10.0
-"""Perplexity of neutral text under q, relative to the target's, above which another base is suggested. It was 884 and 7,728 for two q of the demo, whose base is cut out of SmolLM2."""
+"""Perplexity of neutral text under q, relative to the target's, above which another base is suggested. It was 884 and
+7,728 for two q of the demo, whose base is cut out of SmolLM2."""
 MAX_SAMPLE = 512  # records of a set
 
 
