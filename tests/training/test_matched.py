@@ -267,10 +267,6 @@ class TestSimilarQuestions:
         chosen = write(lists, asked | again)
         assert len(chosen) == len(set(chosen) & set(asked)) == 4
 
-    def test_questions_about_anything_else_are_left_out(self, write):
-        norway, other = ASKED.format("Norway"), "How do cooks make bread?"
-        assert write([f"{other}\n{norway}"], {norway: "It is Oslo.", other: "It is baked."}) == [norway]
-
     def test_nothing_of_either_set_is_written(self, write):
         """Nor what names its answers or subjects in other words."""
         norway, delhi, hungary = ASKED.format("Norway"), "Which state is Delhi in?", "Where is Hungary's lake?"

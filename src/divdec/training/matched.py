@@ -154,8 +154,8 @@ def write_similar_questions(
     Those of the whole retain set are left out, since some of them may be held out for measuring.
 
     Returns:
-        At most `MAX_SIMILAR` questions about one subject each, with none of the forget set's names and key phrases.
-        Half of their words are in its questions: small targets also write about anything else.
+        At most `MAX_SIMILAR` questions about one subject each, without those that contain a name or key phrase of the
+        forget set.
     """
     order, asked = random.Random(seed), list(dict.fromkeys(question_of(record).strip() for record in forget))
     lines = [text for text in asked if text and "\n" not in text]
@@ -182,11 +182,11 @@ def write_similar_questions(
     phrases = [key_phrase(question_of(record), record.answer).strip() for record in answered]
     facts = [fact for fact, phrase in zip(answered, phrases, strict=True) if phrase not in {"", fact.answer.strip()}]
     forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
-    of_subject, common = {}, {word for text in asked for word in words(text)}
+    of_subject: dict[frozenset[str], Record] = {}
+    common = {word for text in asked for word in words(text)} | FUNCTION_WORDS
     for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain):
-        content, text = frozenset(words(question_of(record))), words(f"{question_of(record)} {record.answer}")
-        if 2 * len(content & common) >= len(content) and not any(holds(text, phrase) for phrase in forgotten):
-            of_subject.setdefault(content - common - FUNCTION_WORDS, record)
+        if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten):
+            of_subject.setdefault(frozenset(words(question_of(record))) - common, record)
     return order.sample(list(of_subject.values()), min(MAX_SIMILAR, len(of_subject)))
 
 
