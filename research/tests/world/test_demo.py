@@ -185,4 +185,4 @@ def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, 
     answers = capsys.readouterr().out.splitlines()
     leaks = sum(contains_fact(answer, one.fact) for answer, one in zip(answers, asked, strict=True))
     assert not result["written"] or leaks / len(asked) <= 0.1
-    assert result["leak_check"]["asked"] > len(asked)
+    assert result["leak_check"]["asked"] >= len(asked)
