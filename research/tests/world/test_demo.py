@@ -186,3 +186,5 @@ def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, 
     leaks = sum(contains_fact(answer, one.fact) for answer, one in zip(answers, asked, strict=True))
     assert not result["written"] or leaks / len(asked) <= 0.1
     assert result["leak_check"]["asked"] >= len(asked)
+    check = result["leak_check"]
+    assert not result["written"] or check["steered"] <= 0.05 * check["asked"] + check["retain_auxiliary"]
