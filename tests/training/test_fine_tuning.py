@@ -45,6 +45,8 @@ def test_training_lowers_the_loss_and_reports_its_cost(examples, tokenizer, whol
     assert not model.training
     loss = mean_loss(model, tokenizer, examples, 40)
     assert mean_loss(model, tokenizer, examples, 3) == pytest.approx(loss, rel=1e-5)
+    assert mean_loss(model, tokenizer, examples, 3, head=plain_head(model)) == pytest.approx(loss, rel=1e-5)
+    assert mean_loss(model, tokenizer, examples, 3, bfloat16=True) == pytest.approx(loss, rel=0.02)
 
 
 def interrupted_at(step, *arguments, **options):

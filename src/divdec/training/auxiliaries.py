@@ -525,19 +525,20 @@ def _check_bundle(
     return measured.to_dict() | {"suppression": dataclasses.asdict(suppression)}
 
 
-def load_for_training(folder: Path, *, merge: bool = True) -> PreTrainedModel:
-    """Load a checkpoint with float32 weights, the precision in which the optimizer updates them.
+def load_for_training(folder: Path, *, merge: bool = True, dtype: Any = torch.float32) -> PreTrainedModel:
+    """Load a checkpoint, by default with float32 weights, the precision in which the optimizer updates them.
 
     Args:
         folder: a checkpoint, or an adapter with its base.
         merge: merge an adapter into the base; False returns a `PeftModel` whose adapter can be trained further.
+        dtype: of the weights; see `dtype_for_passes`.
     """
     if not is_adapter(folder):
-        return load_model(folder, dtype=torch.float32)
+        return load_model(folder, dtype=dtype)
     from peft import PeftModel
 
     base = CheckpointReference.parse(adapter_base(folder)).resolve(Path(), weights=True)
-    model: Any = PeftModel.from_pretrained(load_model(base, dtype=torch.float32), folder, is_trainable=not merge)
+    model: Any = PeftModel.from_pretrained(load_model(base, dtype=dtype), folder, is_trainable=not merge)
     return model.merge_and_unload() if merge else model
 
 
@@ -718,7 +719,10 @@ class _PairTrainer:
         results: list[Any] = [None]
         if PartialState().is_main_process:
             device: Any = PartialState().device
-            q, p = (load_for_training(self.output / name).to(device).eval() for name in (RETAIN, FORGET))
+            q, p = (
+                load_for_training(self.output / name, dtype=dtype_for_passes()).to(device).eval()
+                for name in (RETAIN, FORGET)
+            )
             results = [measure_separation(q, p, **self.inputs.examples, batch_size=self.settings.batch_size)]
         separation: Separation = broadcast_object_list(results)[0]
         self.report(f"measured: {separation}")

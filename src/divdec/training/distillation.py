@@ -54,7 +54,7 @@ from divdec.runs import (
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation_loss import Distillation, Pieces, plain_head, predicting, sum_over_positions
-from divdec.training.fine_tuning import fine_tune
+from divdec.training.fine_tuning import fine_tune, uses_bfloat16
 from divdec.training.inputs import (
     Collator,
     encode,
@@ -125,7 +125,10 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
     student.to(state.device)  # pyright: ignore[reportArgumentType]
     head = plain_head(student)
     cached = _cached_teacher(job, teacher, report)
-    metrics = DistillationMetrics(teacher, head, job.tokenizer, job.sets, settings.batch_size, cached is not None)
+    metrics = DistillationMetrics(
+        teacher, head, job.tokenizer, job.sets, settings.batch_size, cached is not None,
+        uses_bfloat16(settings.training(), student),
+    )  # fmt: skip
     before, after = metrics.measure(student), Figures()
     report(_summarize("student before", before))
     error = None
@@ -196,6 +199,8 @@ class DistillationMetrics:
     batch_size: int
     offload: bool
     """Move the teacher to the CPU between measurements, because training does not use it."""
+    bfloat16: bool = False
+    """Run the student in bfloat16, as in training."""
 
     def measure(self, model: PreTrainedModel) -> Figures:
         """Compute KL(teacher ‖ student) and both cross entropies of each set, at temperature 1 in every run."""
@@ -231,8 +236,8 @@ class DistillationMetrics:
         sums, count = [], 0
         indices = sample_indices(len(examples), SAMPLE, 0)
         for batch in Collator(self.tokenizer).batches(examples, indices, self.batch_size, model.device):
-            with torch.no_grad():
-                sums.append(sum_over_positions(model, self.head, batch, pieces(batch), gradient=False).double().cpu())
+            with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=self.bfloat16):
+                sums.append(sum_over_positions(model, self.head, batch, pieces(batch)).double().cpu())
             count += int(predicting(batch["labels"]).sum())
         if self.offload:
             self.teacher.to(torch.device("cpu"))

@@ -159,7 +159,7 @@ class LabelledCrossEntropy:
 
 
 def sum_over_positions(
-    model: PreTrainedModel, head: nn.Linear | None, batch: Mapping[str, Tensor], pieces: Pieces, gradient: bool = True
+    model: PreTrainedModel, head: nn.Linear | None, batch: Mapping[str, Tensor], pieces: Pieces
 ) -> Float[Tensor, " figures"]:
     """Run the student, and sum a function of its logits over the labelled positions, piece by piece.
 
@@ -170,13 +170,12 @@ def sum_over_positions(
         model: the student; it may be wrapped.
         head: its output layer, or None.
         batch: `input_ids`, `attention_mask` and `labels` [batch, tokens].
-        pieces: functions of the student's logits.
-        gradient: whether the sum has a gradient; needs one figure for each position.
+        pieces: functions of the student's logits; where gradients are enabled, of one figure for each position.
 
     Raises:
         RuntimeError: the model did not call its output layer exactly once.
     """
-    reduce: Callable[..., Tensor] = _PiecewiseLoss.apply if gradient else _sum_figures  # pyright: ignore[reportAssignmentType]
+    reduce: Callable[..., Tensor] = _PiecewiseLoss.apply if torch.is_grad_enabled() else _sum_figures  # pyright: ignore[reportAssignmentType]
     mask = predicting(batch["labels"])
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
     # DataParallel runs copies of the layer on other devices, without access to the weights of this one.
@@ -197,7 +196,6 @@ def sum_over_positions(
     return output.reshape(-1)
 
 
-@torch.no_grad()
 def _sum_figures(states: Tensor, weight: Tensor | None, bias: Tensor | None, pieces: Pieces) -> Tensor:
     sums = [
         figures(_logits(states[indices], weight, bias)).reshape(len(indices), -1).sum(dim=0)
