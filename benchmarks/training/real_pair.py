@@ -32,7 +32,8 @@ from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import KINDS, NEUTRAL, Fact, known_facts, not_asked, split
 from divdec.errors import UsageError
 from divdec.evaluation.choice import NOISE_LEVELS
-from divdec.evaluation.generation import continuations
+from divdec.evaluation.generation import continuations, without_padding
+from divdec.evaluation.scoring import unchanged_answers
 from divdec.evaluation.phrases import holds, words
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import file_sha256, write_json
@@ -190,40 +191,26 @@ def measure(rows, models, tokenizer, batch_size=8):
                     after = steered.log_softmax(-1)
                     terms = torch.where(after > -math.inf, after.exp() * (after - P), 0.0)
                     kl[name].append(float(terms.sum() / length))
-    sets = list(dict.fromkeys(row["set"] for row in rows))
-    table = {}
-    for name in forms:
-        of_set = {one: [k for k, row in zip(kept[name], rows, strict=True) if row["set"] == one] for one in sets}
-        same = {one: sum(values) / len(values) for one, values in of_set.items()}
-        table[name] = same | {"kl": sum(kl[name]) / len(kl[name])}
-
-    def quantile(values):
-        return np.quantile(values, NOISE_LEVELS).tolist()
-
-    return {
-        "forms": table,
-        "noise": quantile(noise),
-        "divergence": {name: quantile([-value for value in values]) for name, values in divergences.items() if values},
-    }
-
-
-def generate(rows, model, tokenizer, rules):
-    """Let target and steered model answer all questions, and return the columns of each rule, and the answers."""
-    sets = list(dict.fromkeys(row["set"] for row in rows))
-    answers, table = {}, {}
-    for rule in ("target", str(model.steering), *rules):
-        if rule in answers:
-            continue
+    names, rules = dict.fromkeys(row["set"] for row in rows), list(dict.fromkeys([str(model.steering), *rules]))
+    sets = {name: [row for row in rows if row["set"] == name] for name in names}
+    known, answers, table = {}, {}, {}
+    for rule in ("target", *rules):
+        steered = model.target if rule == "target" else model
         if rule != "target":
             model.steering = rule
         answers[rule], table[rule] = {}, {}
-        for name in sets:
-            asked = [row for row in rows if row["set"] == name]
-            length = NEUTRAL_ANSWER if name == "neutral" else ANSWER
+        for name, asked in sets.items():
             outputs = continuations(
-                model.target if rule == "target" else model, tokenizer, [row["prompt"] for row in asked],
-                max_new_tokens=length, batch_size=32, title=f"{rule}, {name}",
+                steered, tokenizer, [row["prompt"] for row in asked], known=known.get((rule, name)), batch_size=32,
+                max_new_tokens=NEUTRAL_ANSWER if name == "neutral" else ANSWER, title=f"{rule}, {name}",
             )  # fmt: skip
+            if rule == "target":  # one pass finds the answers that no rule has to generate again
+                outputs = [without_padding(steered, ids) for ids in outputs]
+                flags = unchanged_answers(
+                    model, [row["prompt"] for row in asked], outputs, [*map(Steering.parse, rules)]
+                )
+                for other, row in zip(rules, flags, strict=True):
+                    known[other, name] = [ids if stays else None for ids, stays in zip(outputs, row, strict=True)]
             texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
             if name == "neutral":
                 same = [text == other for text, other in zip(texts, answers["target"].get(name, texts), strict=True)]

@@ -22,13 +22,6 @@ def test_recommendation_follows_break_even_volume():
     assert estimate.options["steer"].at(130e6) == pytest.approx(estimate.options["distil"].at(130e6))
 
 
-def test_speculation_estimate_requires_acceptance_rate():
-    assert "speculate" not in estimate_costs(CostSettings(**GIVEN)).options
-    estimate = estimate_costs(CostSettings(**GIVEN, acceptance=0.5, draft_length=1))
-    assert estimate.tokens_per_block == pytest.approx(1.5)
-    assert estimate.options["speculate"].per_token == pytest.approx(estimate.options["steer"].per_token * 2 / 1.5)
-
-
 def test_verbatim_recommends_ngrams_and_missing_volume_gives_no_recommendation():
     assert choice(verbatim=True)[0] == "n-gram"
     way, reason = choice()
@@ -70,9 +63,8 @@ def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
-     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0}, {"draft_length": 0},
-     {"draft_length": 10**9}, {"epochs": 1e300},
-     {"acceptance": 2.0}, {"context": "0"}, {"output": "plot.pdf"}],
+     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0},
+     {"epochs": 1e300}, {"context": "0"}],
 )  # fmt: skip
 def test_invalid_cost_settings_give_one_line_error(wrong):
     with pytest.raises(UsageError, match="accepted") as error:

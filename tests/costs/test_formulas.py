@@ -55,28 +55,8 @@ def test_teacher_pass_raises_distillation_cost_and_break_even_volume(N, n, epoch
         assert cached <= live * (1 + 1e-12)
 
 
-@given(st.floats(min_value=0, max_value=0.999), st.integers(1, 12))
-def test_tokens_per_block_matches_leviathan_equation(acceptance, block):
-    expected = (1 - acceptance ** (block + 1)) / (1 - acceptance)
-    assert formulas.tokens_per_block(acceptance, block) == pytest.approx(expected, rel=1e-9)
-
-
-def test_speculation_cost_at_full_and_zero_acceptance():
-    assert formulas.speculative_inference(8e9, 1e9, 100.0, 1.0, 4) == pytest.approx(formulas.inference(8e9, 1e9, 100.0))
-    assert formulas.speculative_inference(8e9, 1e9, 100.0, 0.0, 4) == pytest.approx(
-        5 * formulas.inference(8e9, 1e9, 100.0)
-    )
-
-
 @pytest.mark.parametrize(("N", "n"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0)])
 def test_invalid_model_sizes_are_rejected(N, n):
     for formula in (lambda: formulas.compute_increase(N, n), lambda: formulas.break_even(N, n, 1.0, 1.0)):
         with pytest.raises(UsageError, match="accepted: a number above 0"):
             formula()
-
-
-def test_tokens_per_block_at_limits_and_for_long_blocks():
-    assert formulas.tokens_per_block(0.0, 4) == 1
-    assert formulas.tokens_per_block(1.0, 4) == 5
-    assert formulas.tokens_per_block(1 - 1e-15, 4) == pytest.approx(5)
-    assert formulas.tokens_per_block(0.5, 10**6) == pytest.approx(2)  # at once, whatever the length

@@ -131,17 +131,16 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     retain = RecordSet("retain", "question/answer", tuple(question(f"Why is {n}?", "So.") for n in range(4)))
     rules = []
 
-    def asked(self, model, tokenizer, records):
+    def asked(model, tokenizer, records, form, batch_size, known=None):
         texts = [record.messages[0].content for record in records]
         assert texts == [f"Why is {n}?" for n in range(4)] + [f"Where is {n}?" for n in range(4)]
+        assert known == (None if model is steered.target else [[5, 6]] * 8)  # no answer has changed
         rules.extend([model.steering] if model is steered else [])
-        return Replies(8, leaks=5 if model is steered and model.steering == rules[0] else 6, limit=8)
+        leaks = 5 if model is steered and model.steering == rules[0] else 6
+        return Replies(8, leaks=leaks, limit=8, tokens=[[5, 6]] * 8)
 
-    monkeypatch.setattr(choice._GreedyAnswers, "_continue", lambda self, model: ["the same"] * len(self._neutral))
-    monkeypatch.setattr(choice._GreedyAnswers, "ask", asked)
-    monkeypatch.setattr(
-        choice._GreedyAnswers, "leaked", lambda _, model, __: {"leaked": float(model is steered.target)}
-    )
+    monkeypatch.setattr(choice, "ask", asked)
+    monkeypatch.setattr(choice, "count_recited", lambda model, _, passages: len(passages) * (model is steered.target))
     settings = [Steering(alpha=2e-6), Steering(alpha=1e-6)]
     report = choose_rule(steered, tokenizer, sets | {"similar": similar, "retain": retain}, settings, min_retain=0.0)
     figures = {row.steering: (row.unchanged, row.answered) for row in report.settings}

@@ -12,9 +12,16 @@ from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation import scoring
-from divdec.evaluation.generation import answers, continuations
+from divdec.evaluation.generation import answers, continuations, without_padding
 from divdec.evaluation.metrics import contains_fact, rouge_l_recall
-from divdec.evaluation.scoring import EvaluatedModel, ItemScore, probability_drops, score, score_settings
+from divdec.evaluation.scoring import (
+    EvaluatedModel,
+    ItemScore,
+    probability_drops,
+    score,
+    score_settings,
+    unchanged_answers,
+)
 from divdec_research.suites.metrics import gradient_norm
 from support import reference
 from support.exactness import LOGITS, assert_same_answer
@@ -229,6 +236,27 @@ def test_linear_and_rank_settings_are_scored_together(model):
 def test_settings_with_different_vocabularies_are_rejected(model):
     with pytest.raises(UsageError, match="eligible vocabulary"):
         score_settings(model, EXAMPLES, [Steering("rank", k=2, vocabulary=(1, 2, 3)), Steering("rank", k=2)])
+
+
+def test_answers_that_stay_are_those_that_generation_repeats(model, tokenizer):
+    """Teacher-forced = generated, under every setting, and only the others are generated."""
+    prompts = [[5 + n, 9, 200 - n] for n in range(12)]
+    expected = [
+        without_padding(model, ids) for ids in continuations(model.target, tokenizer, prompts, max_new_tokens=6)
+    ]
+    settings = [Steering(alpha=0.0), Steering(alpha=0.01), Steering(alpha=0.3, margin=0.1), Steering("rank", k=5)]
+    flags = unchanged_answers(model, prompts, expected, settings, batch_size=5)
+    assert all(flags[0])
+    assert 0 < sum(flags[1]) < len(prompts)
+    for setting, row in zip(settings, flags, strict=True):
+        model.steering = setting
+        outputs = [without_padding(model, ids) for ids in continuations(model, tokenizer, prompts, max_new_tokens=6)]
+        assert row == [ids == other for ids, other in zip(outputs, expected, strict=True)]
+        known = [ids if stays else None for ids, stays in zip(expected, row, strict=True)]
+        assert [
+            without_padding(model, ids)
+            for ids in continuations(model, tokenizer, prompts, max_new_tokens=6, known=known)
+        ] == outputs
 
 
 def test_batched_generation_matches_unbatched(model, tokenizer):

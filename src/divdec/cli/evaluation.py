@@ -54,31 +54,26 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
     For example:
 
         divdec cost --target 8B --aux 1B --forget-tokens 1M --retain-tokens 10M \
-          --epochs 10 --volume 1B --output cost.svg
+          --epochs 10 --volume 1B
     """
     from rich.console import Console
 
     from divdec.costs.model_size import is_quantity
-    from divdec.report.costs import cost_lines, cost_table, write_volume_figure
+    from divdec.report.costs import cost_lines, cost_table
 
-    output = settings.prepare()
     if not (is_quantity(settings.target) and is_quantity(settings.aux)):
         quiet()  # transformers reads configurations
     result = estimate_costs(settings)
-    if output is not None:
-        write_volume_figure(output, result)
     for warning in result.warnings:
         loading.report(f"warning: {warning}")
     if printing.json:
-        print(json.dumps(result.to_dict() | {"plot": None if output is None else str(output)}, indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
         return
     console = Console(width=max(Console().width, 80))
     console.print(cost_table(result))
     for line in cost_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{result.choice or 'no choice'}[/bold]: {result.reason}", highlight=False, soft_wrap=True)
-    if output is not None:
-        print(f"plot: {output}")
 
 
 def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool, printing: Printing) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any, Literal
 
 from divdec.costs import formulas
 from divdec.costs.formulas import Teacher
 from divdec.costs.model_size import ModelSize, format_quantity, parse_quantity, read_size
 from divdec.errors import UsageError
-from divdec.options import OutputFile, option
+from divdec.options import option
 
 Option = Literal["steer", "distil", "n-gram"]
 WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-FORMATS = (".svg", ".png")
-MAX_COUNT = 1_000_000  # epochs, requests, drafted tokens: a larger number is a typing error
+MAX_COUNT = 1_000_000  # epochs, requests: a larger number is a typing error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CostSettings(OutputFile):
+class CostSettings:
     """A deployment: models, data and volume."""
 
     target: float | str
@@ -50,10 +48,6 @@ class CostSettings(OutputFile):
     """Context length in tokens, for cache and attention."""
     requests: int = 1
     """Batch size of decoding."""
-    acceptance: float | None = None
-    """Measured acceptance rate of drafted tokens (`generate --statistics`); adds the cost of speculation."""
-    draft_length: int = 4
-    """Tokens per draft, with --acceptance."""
 
     def __post_init__(self) -> None:
         for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0), ("volume", 0.0)):
@@ -62,15 +56,10 @@ class CostSettings(OutputFile):
         for name, least, wanted in (
             ("epochs", math.ulp(0.0), "a number above 0"), ("distill_epochs", math.ulp(0.0), "a number above 0"),
             ("requests", 1, "a whole number of at least 1"),
-            ("draft_length", 1, "a whole number of at least 1"),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not least <= value <= MAX_COUNT:
                 raise UsageError(f"{option(name)} is {value:g}; accepted: {wanted}, at most {MAX_COUNT:,}")
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise UsageError(f"--acceptance is {self.acceptance:g}; accepted: a probability from 0 to 1")
-        if self.output is not None and Path(self.output).suffix.lower() not in FORMATS:
-            raise UsageError(f"--output is {self.output!r}; accepted: a file whose name ends in {' or '.join(FORMATS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +89,12 @@ class CostEstimate:
     """FLOPs of distillation by the way of counting the teacher; below, tokens until it breaks even."""
     break_even: dict[Teacher, float]
     options: dict[str, LinearCost]
-    """FLOPs by option; 'target' is the unsteered model, 'speculate' exists only with an acceptance rate."""
+    """FLOPs by option; 'target' is the unsteered model."""
     memory: dict[str, float]
     volume: float | None
     choice: Option | None
     reason: str
     warnings: tuple[str, ...]
-    tokens_per_block: float | None
-    """Expected tokens per verified block, with an acceptance rate."""
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as JSON values."""
@@ -126,7 +113,6 @@ class CostEstimate:
             "volume": volume,
             "flops_at_volume": None if volume is None else {k: cost.at(volume) for k, cost in self.options.items()},
             "memory_bytes": dict(self.memory),
-            "tokens_per_block": self.tokens_per_block,
             "choice": self.choice,
             "reason": self.reason,
             "warnings": list(self.warnings),
@@ -161,17 +147,12 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
         "distil": LinearCost(training + distillation["paper"], formulas.inference(N, 0.0, 1.0)),
         "n-gram": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
     }
-    per_block = None
-    if settings.acceptance is not None:
-        per_block = formulas.tokens_per_block(settings.acceptance, settings.draft_length)
-        speculative = formulas.speculative_inference(N, n, 1.0, settings.acceptance, settings.draft_length)
-        options["speculate"] = LinearCost(training, speculative)
     width = WIDTHS[settings.dtype]
     memory = _memory(target, auxiliary, width, settings.requests, context)
     choice, reason = choose_option(volume, break_even, settings.verbatim)
     return CostEstimate(
         target, auxiliary, N, n, formulas.compute_increase(N, n), training, distillation, break_even, options, memory,
-        volume, choice, reason, tuple(_warnings(N, n, target, auxiliary)), per_block,
+        volume, choice, reason, tuple(_warnings(N, n, target, auxiliary)),
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ token, a training step 6 (Kaplan et al. 2020). Attention over the context is not
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from divdec.errors import UsageError
@@ -69,24 +68,6 @@ def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher:
     if teacher == "paper":
         return 3 * N * epochs * forget_tokens / (2 * n) + epochs * forget_tokens
     return distillation(N, n, epochs, forget_tokens, teacher) / (4 * n)
-
-
-def tokens_per_block(acceptance: float, draft_length: int) -> float:
-    """Expected tokens per verified block, (1 − a^(γ+1))/(1 − a) (Leviathan et al. 2023, equation 1).
-
-    a is the acceptance rate of a drafted token, from 0 to 1; γ is the number of drafted tokens per block.
-    """
-    if not 0 < acceptance < 1:
-        return 1.0 if acceptance == 0 else draft_length + 1.0
-    return math.expm1((draft_length + 1) * math.log(acceptance)) / (acceptance - 1)
-
-
-def speculative_inference(N: float, n: float, tokens: float, acceptance: float, draft_length: int) -> float:
-    """FLOPs of speculative steered inference: all three models read γ + 1 tokens per block; see `tokens_per_block`.
-
-    `tokens` are those of the answers; prompts are not drafted and cost `inference`.
-    """
-    return inference(N, n, tokens) * (draft_length + 1) / tokens_per_block(acceptance, draft_length)
 
 
 def _check_positive(**sizes: float) -> None:

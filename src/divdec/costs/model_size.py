@@ -76,28 +76,12 @@ class ModelSize:
     """All parameters; tied embeddings count once."""
     embeddings: int
     """Parameters of the input embedding and the output layer, part of `parameters`."""
-    lookup: int
-    """Parameters of an untied input embedding: a token reads one row and multiplies none."""
     layers: int
     vocabulary: int
     key_values: tuple[tuple[int, int | None], ...]
     """For each layer with keys and values: numbers per token, and the attention window or None."""
-    experts: int = 0
-    """Parameters in mixtures of experts, part of `parameters`."""
-    expert_share: float = 1.0
-    """Share of the experts that one token uses."""
     guessed: bool = False
     """Whether everything except `parameters` is assumed."""
-
-    @property
-    def active(self) -> float:
-        """Parameters that one token multiplies."""
-        return self.read(1)
-
-    def read(self, tokens: int) -> float:
-        """Parameters that a pass over `tokens` tokens reads, if each token chooses different experts."""
-        unread = self.experts * (1 - min(1.0, self.expert_share * tokens))
-        return self.parameters - self.lookup - unread
 
     def count(self, embeddings: bool) -> float:
         """N (or n) of the paper's formulas, with or without embeddings (Kaplan et al. 2020)."""
@@ -120,7 +104,6 @@ class ModelSize:
             "name": self.name,
             "parameters": self.parameters,
             "without_embeddings": self.parameters - self.embeddings,
-            "active": round(self.active),
             "layers": self.layers,
             "vocabulary": self.vocabulary,
             "guessed": self.guessed,
@@ -150,7 +133,6 @@ def guess_size(parameters: float) -> ModelSize:
         name=f"a model of {format_quantity(parameters)}",
         parameters=round(parameters),
         embeddings=0,
-        lookup=0,
         layers=layers,
         vocabulary=GUESSED_VOCABULARY,
         key_values=((2 * GUESSED_KEY_VALUE_WIDTH, None),) * layers,
@@ -182,18 +164,13 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
     table = first.weight.numel()
     tied = last is not None and last.weight is first.weight
     head = 0 if last is None or tied else last.weight.numel()
-    counts = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    experts = sum(count for key, count in counts.items() if ".experts." in key)
     return ModelSize(
         name=label,
-        parameters=sum(counts.values()),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         embeddings=table + head,
-        lookup=0 if tied else table,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         key_values=_key_values(text),
-        experts=experts,
-        expert_share=_expert_share(text) if experts else 1.0,
     )
 
 
@@ -232,11 +209,3 @@ def _key_values(text: Any) -> tuple[tuple[int, int | None], ...]:
         return ((numbers, window),) * text.num_hidden_layers
     windows = {"sliding_attention": window, "chunked_attention": getattr(text, "attention_chunk_size", None)}
     return tuple((numbers, windows.get(layer_type)) for layer_type in types if layer_type not in STATELESS)
-
-
-def _expert_share(text: Any) -> float:
-    for attribute in ("num_local_experts", "num_experts", "n_routed_experts"):
-        total = getattr(text, attribute, None)
-        if total:
-            return min(1.0, (getattr(text, "num_experts_per_tok", None) or total) / total)
-    return 1.0

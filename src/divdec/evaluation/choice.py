@@ -22,13 +22,20 @@ import regex
 from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet, overlap
 from divdec.errors import UsageError
-from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end
+from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end, without_padding
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import continuation, decoded, question_of
 from divdec.evaluation.recitation import Passage, count_recited, passages_of
-from divdec.evaluation.scoring import ItemScore, mean_loss, score, score_settings, token_log_probabilities
+from divdec.evaluation.scoring import (
+    ItemScore,
+    mean_loss,
+    score,
+    score_settings,
+    token_log_probabilities,
+    unchanged_answers,
+)
 from divdec.steering import MAX_MARGIN, Steering
 
 if TYPE_CHECKING:
@@ -109,7 +116,10 @@ class Effects:
 
     def keeps(self, min_retain: float = MIN_RETAIN) -> bool:
         """Whether retain set and neutral text stay within the limits."""
-        return self.retain >= min_retain and (self.perplexity is None or self.perplexity <= MAX_PERPLEXITY)
+        neutral = (self.perplexity or 1.0) <= MAX_PERPLEXITY and (
+            self.unchanged is None or self.unchanged >= MIN_UNCHANGED
+        )
+        return self.retain >= min_retain and neutral
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values; the figures of membership attacks only with a holdout set."""
@@ -319,6 +329,7 @@ class Replies:
     """Replies without an end."""
     thinking: int = 0
     """Replies that were cut within a thought, so that there is no answer."""
+    tokens: Sequence[list[int]] = ()
 
     @property
     def cuts(self) -> str:
@@ -329,16 +340,21 @@ class Replies:
 
 
 def ask(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: Sequence[Record], form: Format, batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    records: Sequence[Record],
+    form: Format,
+    batch_size: int,
+    known: Sequence[list[int] | None] | None = None,
 ) -> Replies:
     """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
 
-    A model that thinks first may think for `MAX_THOUGHT` tokens.
+    A model that thinks first may think for `MAX_THOUGHT` tokens. Replies in `known` are not generated.
     """
     prompts = encode_prompts(records, tokenizer, form)
     longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
     outputs = continuations(
-        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True
+        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True, known=known
     )
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     judge = StringJudge()
@@ -353,6 +369,7 @@ def ask(
         thinking=sum(
             ends_in_thought(model, tokenizer, prompt, ids) for prompt, ids in zip(prompts, outputs, strict=True)
         ),
+        tokens=[without_padding(model, ids) for ids in outputs],
     )
 
 
@@ -452,14 +469,15 @@ def choose_rule(
         aucs = [_aucs(some, texts) for some in by_setting]
         rows = [_with_distance(row, setting_aucs, reference) for row, setting_aucs in zip(rows, aucs, strict=True)]
 
-    replies = _GreedyAnswers(model.target, tokenizer, sets, form, batch_size, progress)
-    target = dataclasses.replace(rows[0], **replies.leaked(model.target, tokenizer), **replies.others_of_target)
+    replies = _GreedyAnswers(model, tokenizer, sets, settings[1:], form, batch_size, progress)
+    target = dataclasses.replace(rows[0], **replies.of_target)
     guessed = replies.leaked(q, q_tokenizer)["leaked"]
-    measured = {row.steering: row for row in rows[1:]}
+    rows = [dataclasses.replace(row, **replies.unchanged(row.steering)) for row in rows[1:]]
+    measured = {row.steering: row for row in rows}
     answered: list[Effects] = []
-    for row in _promising(rows[1:], min_retain, bool(reference)):
+    for row in _promising(rows, min_retain, bool(reference)):
         model.steering = row.steering
-        row = dataclasses.replace(row, **replies.leaked(model, tokenizer), **replies.others(model))
+        row = dataclasses.replace(row, **replies.of(model))
         measured[row.steering] = row
         answered.append(row)
         if reference and not row.shows_more_than(guessed):
@@ -639,42 +657,77 @@ def _sample(records: RecordSet, most: int) -> RecordSet:
 
 
 class _GreedyAnswers:
-    """Greedy answers to the forget set, to neutral prompts, and to questions that should be answered as before."""
+    """Greedy answers to the forget set, to neutral prompts, and to questions that should be answered as before.
+
+    One pass for all settings finds which of the target's answers stay. Only the others are generated under a setting.
+    """
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        model: DivergenceForCausalLM,
         tokenizer: PreTrainedTokenizerBase,
         sets: Mapping[str, RecordSet],
+        settings: Sequence[Steering],
         form: Format,
         batch_size: int,
         progress: bool,
     ) -> None:
         self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
-        self._title = "neutral prompts" if progress else None
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.kind == "question/answer" else len(passages)
-        neutral = _sample(sets["neutral"], MAX_RECORDS) if "neutral" in sets else None
-        self._neutral = neutral_prompts(neutral, tokenizer, form) if neutral else []
-        self._expected = self._continue(target)
         others = [sets[name] for name in ("retain", "similar") if name in sets and "holdout" not in sets]
         questions = tuple(record for some in others if some.kind == "question/answer" for record in some)
-        self._questions = dataclasses.replace(self._forget, records=questions)
-        self._answered = self.ask(target, tokenizer, self._questions).leaks if questions else 0
-        asked = {"unchanged": self._neutral, "answered": self._answered}
-        self.others_of_target = {figure: 1.0 for figure, some in asked.items() if some}
+        self._others = dataclasses.replace(self._forget, kind="question/answer", records=questions)
+        neutral = _sample(sets["neutral"], MAX_RECORDS) if "neutral" in sets else None
 
-    def ask(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: RecordSet) -> Replies:
+        target, asked = model.target, {"forget": self._forget, "others": self._others}
+        asked = {name: records for name, records in asked.items() if records and records.kind == "question/answer"}
+        replies = {name: self.ask(target, tokenizer, records) for name, records in asked.items()}
+        prompts = {
+            name: encode_prompts(_sample(some, MAX_RECORDS).records, tokenizer, form) for name, some in asked.items()
+        }
+        answers = {name: some.tokens for name, some in replies.items()}
+        if neutral:
+            prompts["neutral"] = neutral_prompts(neutral, tokenizer, form)
+            outputs = continuations(
+                target, tokenizer, prompts["neutral"], max_new_tokens=MAX_REPLY, batch_size=batch_size,
+                title="neutral prompts" if progress else None,
+            )  # fmt: skip
+            answers["neutral"] = [without_padding(target, ids) for ids in outputs]
+        asked_ids, answer_ids = ([ids for some in by_name.values() for ids in some] for by_name in (prompts, answers))
+        title = "unchanged answers" if progress else None
+        stays = unchanged_answers(model, asked_ids, answer_ids, settings, batch_size=batch_size, title=title)
+        self._known = {
+            setting: {name: [ids if next(flags) else None for ids in some] for name, some in answers.items()}
+            for setting, flags in zip(settings, map(iter, stays), strict=True)
+        }
+        self._answered = replies["others"].leaks if "others" in replies else 0
+        self.of_target = self.leaked(target, tokenizer, answers.get("forget"))
+        shares = {"unchanged": neutral, "answered": self._answered}
+        self.of_target |= {figure: 1.0 for figure, some in shares.items() if some}
+
+    def ask(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        records: RecordSet,
+        known: Sequence[list[int] | None] | None = None,
+    ) -> Replies:
         """Ask a model at most `MAX_RECORDS` questions of a set."""
-        return ask(model, tokenizer, _sample(records, MAX_RECORDS).records, self._form, self._batch_size)
+        return ask(model, tokenizer, _sample(records, MAX_RECORDS).records, self._form, self._batch_size, known)
 
-    def leaked(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def leaked(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        known: Sequence[list[int] | None] | None = None,
+    ) -> dict[str, Any]:
         """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
         if self._forget.kind != "question/answer":
             passages = self._passages(tokenizer)
             return {"leaked": count_recited(model, tokenizer, passages) / len(passages)}
-        replies = self.ask(model, tokenizer, self._forget)
+        replies = self.ask(model, tokenizer, self._forget, known)
         return {
             "leaked": replies.leaks / replies.count,
             "unanswered": replies.thinking / replies.count,
@@ -686,19 +739,16 @@ class _GreedyAnswers:
             return passages
         raise UsageError("no text of the forget set is long enough to be continued, so forgetting is not measured")
 
-    def others(self, model: PreTrainedModel) -> dict[str, float]:
-        """Fields of `Effects`: what a model answers as the target does."""
-        figures = {}
-        if self._neutral:
-            same = [a == b for a, b in zip(self._continue(model), self._expected, strict=True)]
-            figures["unchanged"] = statistics.fmean(same)
-        if self._answered:
-            figures["answered"] = self.ask(model, self._tokenizer, self._questions).leaks / self._answered
-        return figures
+    def unchanged(self, setting: Steering) -> dict[str, float]:
+        """Fields of `Effects`: share of the answers to neutral prompts that are the target's."""
+        known = self._known[setting].get("neutral")
+        return {"unchanged": statistics.fmean(ids is not None for ids in known)} if known else {}
 
-    def _continue(self, model: PreTrainedModel) -> list[str]:
-        outputs = continuations(
-            model, self._tokenizer, self._neutral, max_new_tokens=MAX_REPLY, batch_size=self._batch_size,
-            title=self._title,
-        )  # fmt: skip
-        return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in outputs]
+    def of(self, model: DivergenceForCausalLM) -> dict[str, Any]:
+        """Fields of `Effects` that the answers under the model's setting decide."""
+        known = self._known[model.steering]
+        fields = self.leaked(model, self._tokenizer, known.get("forget"))
+        if self._answered:
+            replies = self.ask(model, self._tokenizer, self._others, known["others"])
+            fields["answered"] = replies.leaks / self._answered
+        return fields

@@ -73,6 +73,7 @@ def continuations(
     title: str | None = None,
     seed: int | None = None,
     through_thoughts: bool = False,
+    known: Sequence[list[int] | None] | None = None,
     **options: Any,
 ) -> list[list[int]]:
     """Continue every prompt, greedily by default. Of the checkpoint's generation config only special tokens are used.
@@ -88,13 +89,19 @@ def continuations(
             the process.
         through_thoughts: give replies that hold a thought and no end `MAX_THOUGHT` more tokens, so that a model that
             thinks first answers, too.
+        known: continuations that need no passes, such as those of `unchanged_answers`; None for each other prompt.
         **options: further options of `generate`, such as `stop_strings`; `do_sample=True` samples.
 
     Returns:
         The tokens after each prompt; padding may follow the end token.
     """
+    shared: dict[str, Any] = {"batch_size": batch_size, "title": title, "seed": seed, **options}
+    if known is not None:
+        missing = [index for index, ids in enumerate(known) if ids is None]
+        shared |= {"max_new_tokens": max_new_tokens, "through_thoughts": through_thoughts}
+        generated = iter(continuations(model, tokenizer, [prompts[index] for index in missing], **shared))
+        return [next(generated) if ids is None else ids for ids in known]
     if through_thoughts:
-        shared = {"batch_size": batch_size, "title": title, "seed": seed, **options}
         outputs = continuations(model, tokenizer, prompts, max_new_tokens=max_new_tokens, **shared)
         room = (getattr(model.config, "max_position_embeddings", None) or math.inf) - max_new_tokens
         thinking = [
@@ -110,7 +117,6 @@ def continuations(
         return outputs
     if max_new_tokens > STAGE and not options and (ends := _end_tokens(model)):
         # A batch lasts as long as its longest answer, and most answers are short.
-        shared: dict[str, Any] = {"batch_size": batch_size, "title": title}
         outputs = continuations(model, tokenizer, prompts, max_new_tokens=STAGE, **shared)
         unfinished = [index for index, ids in enumerate(outputs) if ends.isdisjoint(ids)]
         longer = [[*prompts[index], *outputs[index]] for index in unfinished]

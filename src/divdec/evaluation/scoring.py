@@ -187,6 +187,42 @@ def score_settings(
     return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
 
 
+def unchanged_answers(
+    model: DivergenceForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    settings: Sequence[Steering],
+    *,
+    batch_size: int = 32,
+    title: str | None = None,
+) -> list[list[bool]]:
+    """Return which greedy answers of the target each setting leaves as they are, from one pass for all settings.
+
+    An answer stays if under the setting its tokens are the first choices at the same places as without steering: at all
+    of them, but for near ties that a pass over the whole answer rounds otherwise than generation did.
+
+    Args:
+        model: a steered model.
+        prompts: token ids.
+        answers: tokens that the target generates greedily after each prompt, without padding.
+        settings: as for `score_settings`.
+        batch_size: sequences in a pass.
+        title: title of the progress bar; None shows none.
+
+    Returns:
+        For each setting one flag per answer.
+    """
+    examples = [
+        Example([*prompt, *answer], [*[IGNORED] * len(prompt), *answer])
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    unsteered = Steering("linear", alpha=0.0)
+    expected, *scores = score_settings(model, examples, [unsteered, *settings], batch_size=batch_size, title=title)
+    if model.takedowns is not None:  # its corrections are in the scores of every setting
+        expected = score(model.target, examples, batch_size=batch_size)
+    return [[item.hits == other.hits for item, other in zip(row, expected, strict=True)] for row in scores]
+
+
 def sweep(
     settings: Sequence[Steering],
     target_logits: Float[Tensor, "... vocab"],
