@@ -33,8 +33,8 @@ from divdec.demo.facts import KINDS, NEUTRAL, Fact, known_facts, not_asked, spli
 from divdec.errors import UsageError
 from divdec.evaluation.choice import NOISE_LEVELS
 from divdec.evaluation.generation import continuations, without_padding
-from divdec.evaluation.scoring import unchanged_answers
 from divdec.evaluation.phrases import holds, words
+from divdec.evaluation.scoring import unchanged_answers
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import file_sha256, write_json
 from divdec.steering import Steering
@@ -191,6 +191,25 @@ def measure(rows, models, tokenizer, batch_size=8):
                     after = steered.log_softmax(-1)
                     terms = torch.where(after > -math.inf, after.exp() * (after - P), 0.0)
                     kl[name].append(float(terms.sum() / length))
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    table = {}
+    for name in forms:
+        of_set = {one: [k for k, row in zip(kept[name], rows, strict=True) if row["set"] == one] for one in sets}
+        same = {one: sum(values) / len(values) for one, values in of_set.items()}
+        table[name] = same | {"kl": sum(kl[name]) / len(kl[name])}
+
+    def quantile(values):
+        return np.quantile(values, NOISE_LEVELS).tolist()
+
+    return {
+        "forms": table,
+        "noise": quantile(noise),
+        "divergence": {name: quantile([-value for value in values]) for name, values in divergences.items() if values},
+    }
+
+
+def generate(rows, model, tokenizer, rules):
+    """Let target and steered model answer all questions, and return the columns of each rule, and the answers."""
     names, rules = dict.fromkeys(row["set"] for row in rows), list(dict.fromkeys([str(model.steering), *rules]))
     sets = {name: [row for row in rows if row["set"] == name] for name in names}
     known, answers, table = {}, {}, {}
