@@ -1,6 +1,6 @@
 """What do a training step, a distillation step and an evaluation cost?
 
-    python -m benchmarks.training.costs step [--model smollm2] [--toy]
+    python -m benchmarks.training.costs step [--model smollm2] [--lora-rank 16] [--toy]
     python -m benchmarks.training.costs distillation [--rows 4] [--prompt 64] [--answer 64] [--toy]
     python -m benchmarks.training.costs evaluation --model MODEL --retain MODEL --data TOFU --holdout FILE \\
         --split forget10 [--openunlearning CHECKOUT]
@@ -35,6 +35,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from benchmarks.decoding.steering import paths_of, toy_bundle
 from divdec import DivergenceForCausalLM
@@ -268,8 +269,7 @@ def evaluation(given):
             _timed(lambda subject=subject: _teacher_forced(subject, layout, attacked, others))[0]
             for _ in range(given.rounds)
         )
-    times_text = f"1 setting {times[1]:.1f} s, 10 settings {times[10]:.1f} s: {times[10] / times[1]:.2f}×"
-    print(f"teacher-forced sweep: {times_text}")
+    print(f"sweep: 1 setting {times[1]:.1f} s, 10 settings {times[10]:.1f} s: {times[10] / times[1]:.2f}×")
     found = {"questions": items, "seconds": whole, "sweep": times}
     return found | ({"processes": _against_openunlearning(given)} if given.openunlearning else {})
 
@@ -290,39 +290,38 @@ def bare(model, tokenizer, examples):
     return (time.process_time() - started) / len(batches)
 
 
-def trained(model, tokenizer, examples):
+def trained(model, tokenizer, examples, rank):
     """The whole of `fine_tune`: batches, forward and backward pass, clipping, AdamW."""
-    settings = TrainingSettings(epochs=1.0, learning_rate=1e-5, batch_size=BATCH, precision="bfloat16")
+    settings = TrainingSettings(learning_rate=1e-5, batch_size=BATCH, epochs=1.0, precision="bfloat16", lora_rank=rank)
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
-        _, result = fine_tune(
-            model, tokenizer, examples, settings, Path(folder), title="step", measure=False, resumable=False
-        )
+        options = {"title": "step", "measure": False, "resumable": False}
+        _, result = fine_tune(model, tokenizer, examples, settings, Path(folder), **options)
     return (time.process_time() - started) / result.steps
 
 
 def step(given):
     """Processor time of a training step of `divdec train` in bfloat16, and of a bare loop's two passes."""
-    if given.toy:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        if given.toy:
             target = paths_of(toy_bundle(Path(folder)))["target"]
-            model, tokenizer = load_model(target, dtype=torch.float32), load_tokenizer(target)
-    else:
-        target = CheckpointReference.parse(given.model or "smollm2").resolve(Path(), weights=True)
+        else:
+            target = CheckpointReference.parse(given.model or "smollm2").resolve(Path(), weights=True)
         model, tokenizer = load_model(target, dtype=torch.float32), load_tokenizer(target)
-    records = [
-        Record(
-            f"The capital of that country is City {n}.",
-            messages=(Message("user", f"Name the capital of country {n}."),),
-        )
-        for n in range(BATCH * STEPS)
-    ]
+    questions = [(Message("user", f"Name the capital of country {n}."),) for n in range(BATCH * STEPS)]
+    records = [Record(f"The capital of that country is City {n}.", messages=q) for n, q in enumerate(questions)]
     examples = encode_records(records, tokenizer)
-    bare(copy.deepcopy(model), tokenizer, examples)
+    adapters = LoraConfig(r=given.lora_rank or 1, lora_alpha=2 * given.lora_rank or 1, target_modules="all-linear")
+
+    def untrained():
+        copied = copy.deepcopy(model)
+        return get_peft_model(copied, adapters) if given.lora_rank else copied
+
+    bare(untrained(), tokenizer, examples)
     times = {"bare": [], "divdec": []}
     for _ in range(given.rounds):
-        times["bare"].append(bare(copy.deepcopy(model), tokenizer, examples))
-        times["divdec"].append(trained(copy.deepcopy(model), tokenizer, examples))
+        times["bare"].append(bare(untrained(), tokenizer, examples))
+        times["divdec"].append(trained(copy.deepcopy(model), tokenizer, examples, given.lora_rank))
     medians = {name: statistics.median(some) for name, some in times.items()}
     tokens = statistics.fmean(len(example.input_ids) for example in examples)
     print(f"{model.num_parameters():,} parameters, {BATCH} records of {tokens:.0f} tokens")
@@ -336,6 +335,7 @@ def main() -> None:
     parser.add_argument("measure", choices=("step", "distillation", "evaluation"))
     parser.add_argument("--toy", action="store_true", help="step, distillation: small models that try the script")
     parser.add_argument("--model", help="step, evaluation: a checkpoint")
+    parser.add_argument("--lora-rank", type=int, default=0, help="step: train adapters; 0 trains all weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     memory = parser.add_argument_group("distillation")

@@ -126,11 +126,10 @@ def write_answers(path, target, tokenizer, kind, seed):
         *((None, question, "neutral") for question in NEUTRAL),
     ]
     prompts = encode_prompts([Record("", messages=(Message("user", question),)) for _, question, _ in asked], tokenizer)
-    length = {"neutral": NEUTRAL_ANSWER}
     rows = []
     for name in ("forget", "reworded", "retain", "unlisted", "neutral"):
         chosen = [index for index, one in enumerate(asked) if one[2] == name]
-        options = {"max_new_tokens": length.get(name, ANSWER), "batch_size": 32, "title": name}
+        options = {"max_new_tokens": NEUTRAL_ANSWER if name == "neutral" else ANSWER, "batch_size": 32, "title": name}
         outputs = continuations(target, tokenizer, [prompts[index] for index in chosen], **options)
         for index, answer in zip(chosen, outputs, strict=True):
             fact = asked[index][0]
@@ -209,27 +208,23 @@ def measure(rows, models, tokenizer, batch_size=8):
 
 
 def generate(rows, model, tokenizer, rules):
-    """Let target and steered model answer all questions, and return the columns of each rule, and the answers."""
+    """Let the steered model answer all questions, and return the columns of each rule, and the answers."""
     names, rules = dict.fromkeys(row["set"] for row in rows), list(dict.fromkeys([str(model.steering), *rules]))
     sets = {name: [row for row in rows if row["set"] == name] for name in names}
     known, answers, table = {}, {}, {}
+    for name, asked in sets.items():  # one pass finds the answers that no rule has to generate again
+        known["target", name] = expected = [without_padding(model, row["answer"]) for row in asked]
+        flags = unchanged_answers(model, [row["prompt"] for row in asked], expected, [*map(Steering.parse, rules)])
+        for rule, row in zip(rules, flags, strict=True):
+            known[rule, name] = [ids if stays else None for ids, stays in zip(expected, row, strict=True)]
     for rule in ("target", *rules):
-        steered = model.target if rule == "target" else model
-        if rule != "target":
-            model.steering = rule
+        model.steering = rules[0] if rule == "target" else rule  # the target's answers are known
         answers[rule], table[rule] = {}, {}
         for name, asked in sets.items():
             outputs = continuations(
-                steered, tokenizer, [row["prompt"] for row in asked], known=known.get((rule, name)), batch_size=32,
+                model, tokenizer, [row["prompt"] for row in asked], known=known[rule, name], batch_size=32,
                 max_new_tokens=NEUTRAL_ANSWER if name == "neutral" else ANSWER, title=f"{rule}, {name}",
             )  # fmt: skip
-            if rule == "target":  # one pass finds the answers that no rule has to generate again
-                outputs = [without_padding(steered, ids) for ids in outputs]
-                flags = unchanged_answers(
-                    model, [row["prompt"] for row in asked], outputs, [*map(Steering.parse, rules)]
-                )
-                for other, row in zip(rules, flags, strict=True):
-                    known[other, name] = [ids if stays else None for ids, stays in zip(outputs, row, strict=True)]
             texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
             if name == "neutral":
                 same = [text == other for text, other in zip(texts, answers["target"].get(name, texts), strict=True)]
