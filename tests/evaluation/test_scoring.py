@@ -247,6 +247,7 @@ def test_answers_that_stay_are_those_that_generation_repeats(model, tokenizer):
     settings = [Steering(alpha=0.0), Steering(alpha=0.01), Steering(alpha=0.3, margin=0.1), Steering("rank", k=5)]
     flags = unchanged_answers(model, prompts, expected, settings, batch_size=5)
     assert all(flags[0])
+    assert unchanged_answers(model, [], [], settings) == [[]] * len(settings)
     assert 0 < sum(flags[1]) < len(prompts)
     for setting, row in zip(settings, flags, strict=True):
         model.steering = setting

@@ -28,7 +28,7 @@ from divdec.evaluation.recitation import (
     measure,
     passages_of,
 )
-from divdec.evaluation.scoring import probability_drops
+from divdec.evaluation.scoring import probability_drops, unchanged_answers
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
@@ -119,6 +119,9 @@ def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, a
     assert continued(model, other) == before[1]
     speculating = model.generate(torch.tensor([prompt]), max_new_tokens=LENGTH, do_sample=False, speculative=3)
     assert speculating[0, len(prompt) :].tolist() == continued(model, prompt)
+    answers = [continued(model.target, ids) for ids in (prompt, other)]
+    [stays] = unchanged_answers(model, [prompt, other], answers, [model.steering])
+    assert stays == [False, continued(model, other) == answers[1]]
     assert probability_drops(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
     registry.remove("case")
     assert (continued(model, prompt), continued(model, other)) == before
