@@ -581,10 +581,11 @@ def machine():
             "transformers": transformers.__version__, "load": os.getloadavg()[0]}  # fmt: skip
 
 
-def sizes(target, auxiliary):
-    """N, n, 1 + 2n/N, and the ratio of target to auxiliary in compute, the output head included."""
+def sizes(target, auxiliary, paths=()):
+    """N, n, 1 + 2n/N (1 + n/N if one pass runs both), and target / auxiliary in compute, the output head included."""
     N, n = target.num_parameters(), auxiliary.num_parameters()
-    return {"N": N, "n": n, "bound": 1 + 2 * n / N, "compute_ratio": matrix_weights(target) / matrix_weights(auxiliary)}
+    bound, compute = 1 + (1 if "base" in paths else 2) * n / N, matrix_weights(target) / matrix_weights(auxiliary)
+    return {"N": N, "n": n, "bound": bound, "compute_ratio": compute}
 
 
 def matrix_weights(model):
@@ -644,11 +645,11 @@ def run(given):
     sets = questions_beside(given.bundle)
     dtype = given.dtype if given.dtype == "auto" else getattr(torch, given.dtype)
     parts = Parts(given.bundle, given.steering, dtype)
-    result = {"machine": machine(), "sizes": sizes(parts.target, parts.retain), "steering": str(parts.model.steering)}
-    size = result["sizes"]
+    size = sizes(parts.target, parts.retain, parts.paths)
+    result = {"machine": machine(), "sizes": size, "steering": str(parts.model.steering)}
     print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     print(f"target {size['N']:,} parameters, auxiliaries {size['n']:,} each, {size['compute_ratio']:.1f} x in compute; "
-          f"1 + 2n/N = {size['bound']:.3f}; {result['steering']}, {parts.target.dtype}")  # fmt: skip
+          f"by parameters {size['bound']:.3f}; {result['steering']}, {parts.target.dtype}")  # fmt: skip
     for name in given.measure:
         result[name] = globals()[name](parts, sets, given)
     return result

@@ -412,10 +412,8 @@ def compared(rows, size):
             if clients > 1:
                 value = found[f"{name}_{clients}_over_1"] = ratio(by_clients[clients], by_clients[1])
                 each = [many / one for many, one in zip(by_clients[clients]["rates"], by_clients[1]["rates"])]
-                print(
-                    f"{name}: {clients} clients at once / one after another  {value:.2f} x the tokens/s "
-                    f"({min(each):.2f} – {max(each):.2f})"
-                )
+                print(f"{name}: {clients} clients at once / one after another  {value:.2f} x the tokens/s "
+                      f"({min(each):.2f} – {max(each):.2f})")  # fmt: skip
     for name in rows:
         for clients in rows[name] if name != "target" else ():
             if clients in (base := rows.get("target", {})):
@@ -424,7 +422,7 @@ def compared(rows, size):
                 tokens = rows[name][clients]["ms_per_token"] / base[clients]["ms_per_token"]
                 found[f"{name}_over_target_{clients}"] = {"time": times, "gap": gaps, "ms_per_token": tokens}
                 print(f"{name} / target, {clients:>2} clients  {times:.3f} of its time, {1 / times:.3f} x its tokens/s;"
-                      f" gap {gaps:.3f}, a token {tokens:.3f}; 1 + 2n/N = {size['bound']:.3f}")  # fmt: skip
+                      f" gap {gaps:.3f}, a token {tokens:.3f}; by parameters {size['bound']:.3f}")  # fmt: skip
     for clients in rows.get("speculative", {}):
         if clients in rows.get("steered", {}):
             value = ratio(rows["speculative"][clients], rows["steered"][clients])
@@ -446,13 +444,14 @@ def run(given):
         paths = paths_of(bundle)
     except (OSError, KeyError, TypeError):
         raise UsageError(f"{bundle} is no bundle of a target and two auxiliaries") from None
-    configs = {part: load_config(place) for part, place in paths.items()}
+    parts = ("target", "base" if "base" in paths else "retain_auxiliary")  # adapters have no configuration of their own
     if given.engine == "vllm":
-        check_heads(bundle, configs)
+        check_heads(bundle, {part: load_config(paths[part]) for part in parts})
     tokenizer = load_tokenizer(bundle)
     prompts = questions(sets, tokenizer, max(given.requests, *given.clients))
-    target, auxiliary = (load_model(paths[part], device_map="meta") for part in ("target", "retain_auxiliary"))
-    size, steering = sizes(target, auxiliary), str(Steering.from_dict(read_json(bundle / "config.json")["steering"]))
+    target, auxiliary = (load_model(paths[part], device_map="meta") for part in parts)
+    size = sizes(target, auxiliary, paths)
+    steering = str(Steering.from_dict(read_json(bundle / "config.json")["steering"]))
     result = {"machine": machine() | {"threads": given.threads, "divdec": divdec.__version__}}
     settings = {name: getattr(given, name) for name in
                 ("engine", "dtype", "tokens", "requests", "rounds", "clients")}  # fmt: skip

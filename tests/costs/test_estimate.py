@@ -48,7 +48,7 @@ def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
         ).save_pretrained(tmp_path / name)  # fmt: skip
     models = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
-    counted = estimate_costs(CostSettings(**models, context=100.0, requests=3, dtype="float32"))
+    counted = estimate_costs(CostSettings(**models, context=100.0, dtype="float32"))
     uncounted = estimate_costs(CostSettings(**models, embeddings="uncounted"))
     assert counted.N - uncounted.N == 1000 * 64
     assert counted.n - uncounted.n == 1000 * 32
@@ -56,14 +56,13 @@ def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
     assert memory["target_weights"] == 4 * counted.N
     assert memory["target_cache_per_token"] == 4 * 4 * 2 * 16 * 2  # bytes, layers, heads, width, keys and values
     assert memory["auxiliary_cache_per_token"] == 2 * 4 * 2 * 2 * 8 * 2
-    requests = 3 * 100 * (memory["target_cache_per_token"] + memory["auxiliary_cache_per_token"])
-    assert memory["all"] == memory["target_weights"] + memory["auxiliary_weights"] + requests
+    assert memory["auxiliary_cache_per_request"] == 100 * memory["auxiliary_cache_per_token"]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
-     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")}, {"requests": 0},
+     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")},
      {"epochs": 1e300}, {"context": "0"}],
 )  # fmt: skip
 def test_invalid_cost_settings_give_one_line_error(wrong):

@@ -1,6 +1,7 @@
 """Parts as accelerate and training leave them: offloaded, saved over an earlier save, with gradient checkpointing."""
 
 import copy
+import threading
 import warnings
 
 import jaxtyping
@@ -10,7 +11,7 @@ from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.passes import same_weights
+from divdec.passes import load_in_thread, same_weights
 from support.tiny import make_parts
 
 IDS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
@@ -144,3 +145,17 @@ def test_masks_and_tokens_of_other_integer_types_are_accepted(plain, unchecked_s
     expected = plain(ONE.int(), attention_mask=MASK).logits
     assert torch.equal(plain(ONE, attention_mask=MASK.bool()).logits, expected)
     assert plain.generate(ONE, attention_mask=MASK.bool(), max_new_tokens=2).shape == (1, 5)
+
+
+def test_loading_thread_ends_before_its_models_are_used():
+    assert not load_in_thread(threading.current_thread).is_alive()
+
+
+@pytest.mark.parametrize("error", [UsageError("no such bundle"), SystemExit(2)])
+def test_error_of_the_loading_thread_reaches_the_caller(error):
+    def fail():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        load_in_thread(fail)
+    assert caught.value is error

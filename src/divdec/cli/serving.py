@@ -178,14 +178,17 @@ def serve(
         _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading, options.api_key)
         return
 
+    from divdec.passes import load_in_thread
     from divdec.serving.server import serve as run_server
 
     try:
         loaded: LoadedModels = {}  # a target or base that several bundles name is loaded once
-        engines = {
-            name: build_engine(name, path, settings, choice, speculation, loading, experts, loaded)
-            for name, path in bundles.items()
-        }
+        engines = load_in_thread(
+            lambda: {
+                name: build_engine(name, path, settings, choice, speculation, loading, experts, loaded)
+                for name, path in bundles.items()
+            }
+        )
         follows = any(engine.count_takedowns() is not None for engine in engines.values())
         policy = LogprobPolicy.parse(settings.logprobs or default_level(follows))
         run_server(engines, port, dataclasses.replace(options, logprobs=policy))
@@ -401,11 +404,12 @@ def _load_bundle(
     single_turn: bool | None,
     target_host: str | None,
 ) -> Controller:
+    from divdec.passes import load_in_thread
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
     from divdec.takedowns.registry import Registry
 
-    model, tokenizer = load(bundle, loading, choice, registry=registry)
+    model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice, registry=registry))
     requests = None if registry is None else Registry(registry)
     if single_turn is None:
         options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))

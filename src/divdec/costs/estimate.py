@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 from divdec.costs import formulas
@@ -14,7 +13,7 @@ from divdec.options import option
 
 Option = Literal["steer", "distil", "n-gram"]
 WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-MAX_COUNT = 1_000_000  # epochs, requests: a larger number is a typing error
+MAX_EPOCHS = 1_000_000  # a larger number is a typing error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,20 +45,15 @@ class CostSettings:
     """Data type of weights, keys and values."""
     context: float | str = 2048.0
     """Context length in tokens, for cache and attention."""
-    requests: int = 1
-    """Batch size of decoding."""
 
     def __post_init__(self) -> None:
         for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0), ("volume", 0.0)):
             if (value := getattr(self, name)) is not None:
                 parse_quantity(value, option(name), least)
-        for name, least, wanted in (
-            ("epochs", math.ulp(0.0), "a number above 0"), ("distill_epochs", math.ulp(0.0), "a number above 0"),
-            ("requests", 1, "a whole number of at least 1"),
-        ):  # fmt: skip
+        for name in ("epochs", "distill_epochs"):
             value = getattr(self, name)
-            if value is not None and not least <= value <= MAX_COUNT:
-                raise UsageError(f"{option(name)} is {value:g}; accepted: {wanted}, at most {MAX_COUNT:,}")
+            if value is not None and not 0 < value <= MAX_EPOCHS:
+                raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {MAX_EPOCHS:,}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +129,8 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
     epochs = settings.epochs if settings.distill_epochs is None else settings.distill_epochs
     training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live", "cached")
-    distillation: dict[Teacher, float] = {
-        teacher: formulas.distillation(N, n, epochs, forget, teacher) for teacher in teachers
-    }
-    break_even: dict[Teacher, float] = {
-        teacher: formulas.break_even(N, n, epochs, forget, teacher) for teacher in teachers
-    }
+    distillation = {teacher: formulas.distillation(N, n, epochs, forget, teacher) for teacher in teachers}
+    break_even = {teacher: formulas.break_even(N, n, epochs, forget, teacher) for teacher in teachers}
     options = {
         "target": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
         "steer": LinearCost(training, formulas.inference(N, n, 1.0)),
@@ -148,7 +138,7 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
         "n-gram": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
     }
     width = WIDTHS[settings.dtype]
-    memory = _memory(target, auxiliary, width, settings.requests, context)
+    memory = _memory(target, auxiliary, width, context)
     choice, reason = choose_option(volume, break_even, settings.verbatim)
     return CostEstimate(
         target, auxiliary, N, n, formulas.compute_increase(N, n), training, distillation, break_even, options, memory,
@@ -183,9 +173,8 @@ def choose_option(volume: float | None, break_even: dict[Teacher, float], verbat
     )
 
 
-def _memory(target: ModelSize, auxiliary: ModelSize, width: int, requests: int, context: float) -> dict[str, float]:
+def _memory(target: ModelSize, auxiliary: ModelSize, width: int, context: float) -> dict[str, float]:
     target_cache, auxiliary_cache = (size.cache_bytes(context, width) for size in (target, auxiliary))
-    weights = width * (target.parameters + 2 * auxiliary.parameters)
     memory = {
         "target_weights": width * target.parameters,
         "auxiliary_weights": 2 * width * auxiliary.parameters,
@@ -193,7 +182,6 @@ def _memory(target: ModelSize, auxiliary: ModelSize, width: int, requests: int, 
         "auxiliary_cache_per_token": 2 * auxiliary.token_bytes(width),
         "target_cache_per_request": target_cache,
         "auxiliary_cache_per_request": 2 * auxiliary_cache,
-        "all": weights + requests * (target_cache + 2 * auxiliary_cache),
     }
     return {name: float(number) for name, number in memory.items()}
 
