@@ -40,7 +40,7 @@ KEPT_PASSAGES = 2  # of a person of the retain set
 QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 20, 12, 12, 3  # most records of a person to forget: of each kind; passages
 KEPT = 0.4  # share of these numbers for a person of the retain set
 QUESTION_TOKENS, MEMORY_TOKENS, TURNED_TOKENS, ANSWER_TOKENS = 160, 256, 40, 32
-MEMORIES = 3  # replies with ten questions from memory
+MEMORIES = 10, 3  # replies with ten questions from memory: about a person to forget, about another
 MIN_HINT = 6  # words
 MAX_ANSWER = 8  # words of an answer
 ASK = (
@@ -94,8 +94,8 @@ def answer(model, tokenizer, questions, length, title, **options):
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
 
 
-def write_questions(model, tokenizer, texts, seed):
-    """Let the target write questions with answers about each person, and turn them round.
+def write_questions(model, tokenizer, texts, subjects, seed):
+    """Let the target write questions with answers about each person, most about `subjects`, and turn them round.
 
     Returns:
         Rows with name, text, question, answer, known: whether the target gives this answer without the text, and
@@ -105,7 +105,7 @@ def write_questions(model, tokenizer, texts, seed):
     asked = [(name, text) for name, some in texts.items() for text in some]
     requests = [ASK.format(name=name, text=text) for name, text in asked]
     replies = answer(model, tokenizer, requests, QUESTION_TOKENS, "questions")
-    remembered = [(name, "") for name in texts for _ in range(MEMORIES)]
+    remembered = [(name, "") for name in texts for _ in range(MEMORIES[name not in subjects])]
     requests = [FROM_MEMORY.format(name=name) for name, _ in remembered]
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": seed}
     replies += answer(model, tokenizer, requests, MEMORY_TOKENS, "questions from memory", **sampling)
@@ -202,7 +202,7 @@ def write_data(options, folder, subjects):
     if not file.is_file():
         checkpoint = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
         model = load_model(checkpoint, dtype=dtype_for_passes()).eval()
-        write_json(file, write_questions(model, load_tokenizer(checkpoint), texts, options.seed))
+        write_json(file, write_questions(model, load_tokenizer(checkpoint), texts, subjects, options.seed))
     rows = read_json(file)
     for stem, names, share in (("forget", subjects, 1.0), ("retain", others, KEPT)):
         records = []

@@ -47,8 +47,9 @@ def cost_lines(estimate: CostEstimate) -> list[str]:
         "target's own pass, which the paper leaves out",
         f"break-even volume {format_quantity(edges['paper'])} tokens; {format_quantity(edges['live'])} with that pass, "
         f"{format_quantity(edges['cached'])} with a cached teacher",
-        f"memory, target + both auxiliaries: weights {memory_of('weights')}, cache per request "
-        f"{memory_of('cache_per_request')}, per token {memory_of('cache_per_token')}",
+        f"memory, target + both auxiliaries: weights {memory_of('weights')} (with two adapters "
+        f"half of the second), cache per request {memory_of('cache_per_request')}, "
+        f"per token {memory_of('cache_per_token')}",
     ]
     guessed = [size.name for size in (estimate.target, estimate.auxiliary) if size.guessed]
     if guessed:
