@@ -3,9 +3,10 @@
     python -m research.studies.people --rwku RWKU --target qwen-1.5b.gguf --base qwen-0.5b.gguf \
         --subjects 'Stephen King' 'Confucius' --output runs/people
 
-The target writes questions about each person, from memory and about RWKU's passages, and turns them round ("Who was
-born in Portland?"). An answer from memory counts only if the target gives it again when it is asked.
-Sentences of the passages with a blank are questions, too. RWKU's own questions are not trained on. p reads these
+The target writes questions about each person, from memory, about RWKU's passages, and about the names and numbers of
+these passages that it fills in without the text. It turns them round ("Who was born in Portland?"). An answer from
+memory counts only if the target gives it again when it is asked. Sentences of the passages with a blank are questions,
+too. RWKU's own questions are not trained on. p reads these
 questions and some passages, q the same with the answers of other people (`divdec train`). Other people of
 the data are the retain set. Then `divdec eval rwku` measures target and bundle: forget levels 1 to 3, each kind of
 attack, and the neighbours, about whom neither model has read anything.
@@ -14,6 +15,7 @@ Every step is resumed by the same command. The table is printed and written to O
 """
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -37,12 +39,14 @@ from divdec_research.suites.settings import RwkuSettings
 
 PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and the words of each
 KEPT_PASSAGES = 2  # of a person of the retain set
-QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 20, 12, 12, 3  # most records of a person to forget: of each kind; passages
+QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 30, 12, 20, 3  # most records of a person to forget: of each kind; passages
+FILLED, BLANK_TOKENS = 60, 12  # blanks that the target is asked to fill about a person to forget, and its tokens
 KEPT = 0.4  # share of these numbers for a person of the retain set
 QUESTION_TOKENS, MEMORY_TOKENS, TURNED_TOKENS, ANSWER_TOKENS = 160, 256, 40, 32
 MEMORIES = 10, 3  # replies with ten questions from memory: about a person to forget, about another
 MIN_HINT = 6  # words
 MAX_ANSWER = 8  # words of an answer
+MAX_BLANKED = 40  # words of a sentence with a blank
 ASK = (
     "{text}\n\nWrite five questions about {name} that this text answers, each with a short answer of a few words. Name "
     "{name} in every question. One line each, in this form:\nQ: question? A: answer"
@@ -50,6 +54,10 @@ ASK = (
 FROM_MEMORY = (
     "Write ten questions about {name} that people who know {name} can answer, each with a short answer of a few words. "
     "Name {name} in every question. One line each, in this form:\nQ: question? A: answer"
+)
+ABOUT_FACT = (
+    "{text}\n\nWrite one question about {name} that is answered by: {answer}. Name {name}, but not the answer. Write "
+    "only the question."
 )
 TURN = """Write a question about a person's fact so that it asks for the person. The person's name must not be in it.
 
@@ -94,13 +102,40 @@ def answer(model, tokenizer, questions, length, title, **options):
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
 
 
+NAME_OR_NUMBER = re.compile(r"\b(?:[A-Z][\w'’.-]+(?: (?:(?:of|and|the|de|van|von) )*[A-Z][\w'’-]+)*|\d{2,4}(?: BC)?)\b")
+
+
+def known_facts(model, tokenizer, texts, subjects, seed):
+    """Find the names and numbers in the passages that the target fills in without the text.
+
+    Returns:
+        Rows with name, text (a sentence) and answer.
+    """
+    order, asked = random.Random(seed), []
+    for name, some in texts.items():
+        found = {}
+        for sentence in dict.fromkeys(itertools.chain.from_iterable(map(sentences_of, some))):
+            in_sentence, of_person = words(sentence), set(words(name))
+            about = of_person & set(in_sentence) and MIN_HINT < len(in_sentence) <= MAX_BLANKED
+            for match in NAME_OR_NUMBER.finditer(sentence) if about else ():
+                first, *_ = in_answer = words(match[0])
+                # The first word of a sentence has a capital in any case.
+                if match.start() and not of_person & set(in_answer) and in_sentence.count(first) == 1:
+                    blank = f"{sentence[: match.start()]}___{sentence[match.end() :]}"
+                    found.setdefault(match[0], {"name": name, "text": sentence, "answer": match[0], "blank": blank})
+        most = FILLED if name in subjects else round(KEPT * FILLED)
+        asked += order.sample(list(found.values()), min(most, len(found)))
+    replies = answer(model, tokenizer, [BLANK.format(row["blank"]) for row in asked], BLANK_TOKENS, "blanks")
+    return [row for row, reply in zip(asked, replies, strict=True) if holds(words(reply), words(row["answer"]))]
+
+
 def write_questions(model, tokenizer, texts, subjects, seed):
     """Let the target write questions with answers about each person, most about `subjects`, and turn them round.
 
     Returns:
-        Rows with name, text, question, answer, known: whether the target gives this answer without the text, and
-        turned: the question that asks for the person. The text is empty for questions from memory, all of which are
-        known. Other answers that are not in the text are left out.
+        Rows with name, text, question, answer, known: whether the target gives this answer without the text, or fills
+        it in, and turned: the question that asks for the person. The text is empty for questions from memory, all of
+        which are known. Other answers that are not in the text are left out.
     """
     asked = [(name, text) for name, some in texts.items() for text in some]
     requests = [ASK.format(name=name, text=text) for name, text in asked]
@@ -119,9 +154,18 @@ def write_questions(model, tokenizer, texts, subjects, seed):
             if names_person and short and in_text and (name, question) not in seen:
                 seen.add((name, question))
                 rows.append({"name": name, "text": text, "question": question, "answer": phrase})
+    facts = known_facts(model, tokenizer, texts, subjects, seed)
+    requests = [ABOUT_FACT.format(**fact) for fact in facts]
+    replies = answer(model, tokenizer, requests, TURNED_TOKENS, "questions about known facts")
+    for fact, reply in zip(facts, replies, strict=True):
+        question = reply.strip().partition("\n")[0]
+        named = set(words(question)) & set(words(fact["name"]))
+        if question.endswith("?") and named and not holds(words(question), words(fact["answer"])):
+            seen.add((fact["name"], question))
+            rows.append({**fact, "question": question})
     replies = answer(model, tokenizer, [row["question"] for row in rows], ANSWER_TOKENS, "answers without the passage")
     for row, reply in zip(rows, replies, strict=True):
-        row["known"] = holds(words(reply), words(row["answer"]))
+        row["known"] = "blank" in row or holds(words(reply), words(row["answer"]))
     rows = [row for row in rows if row["text"] or row["known"]]
     turned = answer(model, tokenizer, [TURN.format(**row) for row in rows], TURNED_TOKENS, "turned questions")
     for row, reply in zip(rows, turned, strict=True):
