@@ -179,7 +179,8 @@ def adapter_base(folder: Path) -> str:
     Raises:
         UsageError: it names none.
     """
-    name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    config = read_json(folder / "adapter_config.json")
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(name, str) or not name:
         raise UsageError(f"{folder / 'adapter_config.json'} names no base_model_name_or_path; write the base there")
     return name

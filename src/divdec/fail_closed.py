@@ -86,6 +86,9 @@ def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -
             f"attention_mask is {_describe(attention_mask)}; accepted: an integer tensor, 1 for a token and 0 for "
             "padding"
         )
+    # On a GPU the values would have to be waited for.
+    if attention_mask.device.type == "cpu" and not set(attention_mask.unique().tolist()) <= {0, 1}:
+        raise UsageError("attention_mask holds other values than 1 for a token and 0 for padding")
     if past_length is None:
         return
     expected = (input_ids.shape[0], past_length + input_ids.shape[1])

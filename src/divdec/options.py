@@ -69,6 +69,8 @@ class Decoding:
             raise UsageError(f"--temperature is {self.temperature:g}; accepted: 0 (greedy) or above")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed is {self.seed}; accepted: 0 to {2**32 - 1}")
+        if "" in self.stop:
+            raise UsageError("--stop is empty; accepted: a text before which the answer ends")
 
 
 @Parameter(name="*")

@@ -262,6 +262,26 @@ class ResumableOutput:
                     os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def resumable_items(file: Path | None, fingerprint: str) -> Iterator[ResumableOutput]:
+    """Open the finished items of a stopped run beside the output; they are removed when the block succeeds.
+
+    Raises:
+        UsageError: another process writes the output, or the items have another fingerprint.
+    """
+    if file is None:
+        yield ResumableOutput(None)
+        return
+    busy = f"another process is writing {file}; wait for it, or give another --output"
+    lock = lock_file(file.with_name(f".{file.name}{LOCK}"), busy)
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        yield ResumableOutput(partial, fingerprint)
+        partial.unlink()
+    finally:
+        unlock_file(lock)
+
+
 @dataclasses.dataclass(frozen=True)
 class ResultCache:
     """Folder of results as JSON files, found again by their name and by what decides them."""
@@ -519,15 +539,20 @@ def output_folder(
     temporary.mkdir()
     try:
         yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    try:
+        check_output(folder, overwrite, ours)  # somebody else may have written it meanwhile
+    except UsageError as error:
+        raise UsageError(f"{error}; the result of this run is in {temporary}") from None
+    try:
         if folder.exists():
             os.replace(folder, replaced)
-        try:
-            os.replace(temporary, folder)
-        except BaseException:
-            if replaced.exists():
-                os.replace(replaced, folder)
-            raise
+        os.replace(temporary, folder)
     except BaseException:
+        if replaced.exists():
+            os.replace(replaced, folder)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)

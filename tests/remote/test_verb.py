@@ -106,7 +106,7 @@ def test_evaluation_resumes_only_with_the_same_experts_and_requests(
     assert "gone" in run()
     assert "gone" in run()  # nothing has changed: it resumes
     lock = lock_file(tmp_path / ".answers.txt.lock", "locked")
-    assert "another `divdec remote` is writing" in run()
+    assert "another process is writing" in run()
     unlock_file(lock)
     weights = (parts["forget"] / "model.safetensors").read_bytes()
     retrained = {name: 1.1 * weight for name, weight in load_file(parts["forget"] / "model.safetensors").items()}

@@ -154,14 +154,25 @@ def _run(
     config: Annotated[Path | None, Parameter(group=OPTIONS, help="YAML file of options.")] = None,
 ) -> Any:
     """Read options from `config`, then run the command."""
-    if config is not None and not config.is_file():
-        raise UsageError(f"--config is {config}, which does not exist; accepted: a YAML file of options")
+    if config is not None:
+        _check_yaml(config)
     file = () if config is None else (Yaml(config, must_exist=True, use_commands_as_keys=False),)
     before, app.config = app.config, (*file, _check_whole_numbers)
     try:
         return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     finally:
         app.config = before
+
+
+def _check_yaml(config: Path) -> None:
+    import yaml
+
+    if not config.is_file():
+        raise UsageError(f"--config is {config}, which does not exist; accepted: a YAML file of options")
+    try:
+        yaml.safe_load(config.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {config} is no readable YAML: {' '.join(str(error).split())}") from None
 
 
 def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

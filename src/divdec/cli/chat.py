@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from divdec.cli.generate import SpeculationOptions, check_fits, generation_arguments, print_statistics
+from divdec.cli.generate import SpeculationOptions, generation_arguments, print_statistics, room_for_answer
 from divdec.cli.loading import ExpertDevices, load, warn_if_unsteered
 from divdec.errors import UsageError
 from divdec.options import RARE, ModelLoading, Sampling, SteeringChoice, read_template_kwargs
@@ -153,7 +153,7 @@ class ChatSession:
         kwargs = read_template_kwargs(self.options.chat_template_kwargs)
         form = Format(self.options.system_prompt, chat_template_kwargs=kwargs)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
-        check_fits([prompt], self.model, "this conversation; /reset begins a new one")
+        room = room_for_answer(prompt, self.model, "this conversation; /reset begins a new one")
         input_ids = torch.tensor([prompt], device=self.model.device)
         speculative = self.speculation.build()
         streamer = None
@@ -165,7 +165,7 @@ class ChatSession:
                 attention_mask=torch.ones_like(input_ids),
                 streamer=streamer,
                 speculative=speculative,
-                **generation_arguments(self.sampling, self.tokenizer),
+                **generation_arguments(self.sampling, self.tokenizer, room),
             )
         print_statistics(speculative)
         answer = output[0, len(prompt) :].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,7 @@ from divdec.options import (
     check_at_least,
     read_template_kwargs,
 )
-from divdec.runs import write_text
+from divdec.runs import resumable_items, settings_hash, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +65,7 @@ class Prompts:
 
         chat = not self.raw and bool(tokenizer.chat_template)
         if self.file:
-            return read_prompts(self.file, chat=chat)
+            return read_prompts(self.file, chat=chat, raw=self.raw)
         return prompts_from_lines(self.prompt or sys.stdin, chat=chat)
 
     def encode(self, prompts: list[Record], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -138,7 +139,7 @@ def generate(
     from transformers import set_seed
 
     from divdec.checkpoint import load_tokenizer
-    from divdec.model.loading import find_bundle
+    from divdec.model.loading import bundle_identity, find_bundle
 
     check_at_least("batch_size", batch_size, 1)
     as_json = printing.json or logprobs
@@ -147,29 +148,49 @@ def generate(
     model, tokenizer = load(bundle, loading, choice, experts)
     encoded = prompts.encode(records, tokenizer)
     speculative = speculation.build()
-    set_seed(sampling.seed)
-    arguments = generation_arguments(sampling, tokenizer) | {"speculative": speculative}
+    rooms = [room_for_answer(ids, model, f"prompt {number}") for number, ids in enumerate(encoded, start=1)]
     if file is None and len(records) == 1 and not as_json and sys.stdout.isatty() and not sampling.stop:
+        arguments = generation_arguments(sampling, tokenizer, rooms[0]) | {"speculative": speculative}
+        set_seed(sampling.seed)
         _stream(model, tokenizer, encoded[0], arguments)
         print_statistics(speculative)
         return
-    lines = (
-        _as_json(record, text, tokens, model) if as_json else text
-        for record, text, tokens in _answers(
-            model, tokenizer, records, encoded, arguments, batch_size=batch_size, stop=sampling.stop, logprobs=logprobs
-        )
-    )
-    if file is None:
-        for line in lines:
-            print(line, flush=True)
-    else:
-        write_text(file, "".join(f"{line}\n" for line in lines))
+    layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
+    registry = None if model.takedowns is None else model.takedowns.state_digest()
+    decides = [*map(dataclasses.asdict, (layout, sampling, speculation)), as_json, logprobs, batch_size, model.rule]
+    lines: list[str] = []
+    with resumable_items(file, settings_hash([decides, bundle_identity(model.config), registry])) as finished:
+        for group in _groups(rooms, sampling.max_new_tokens, batch_size):
+            if not all(number in finished and finished.items[number]["ids"] == encoded[number] for number in group):
+                set_seed((sampling.seed + group[0]) % 2**32)
+                arguments = generation_arguments(sampling, tokenizer, min(rooms[number] for number in group))
+                arguments |= {"speculative": speculative}
+                batch = [encoded[number] for number in group]
+                answers = _answers(model, tokenizer, batch, arguments, stop=sampling.stop, logprobs=logprobs)
+                for number, (text, tokens) in zip(group, answers, strict=True):
+                    line = _as_json(records[number], text, tokens, model) if as_json else text
+                    finished.add({"key": number, "ids": encoded[number], "line": line})
+            for number in group:
+                lines.append(finished.items[number]["line"])
+                if file is None:
+                    print(lines[-1], flush=True)
+        if file is not None:
+            write_text(file, "".join(f"{line}\n" for line in lines))
     print_statistics(speculative)
 
 
-def generation_arguments(sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the arguments of `model.generate` for sampling options."""
-    arguments: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": sampling.temperature > 0}
+def _groups(rooms: Sequence[float], length: int, batch_size: int) -> Iterator[list[int]]:
+    """Yield the numbers of prompts to answer together; alone where an answer may reach the end of the context."""
+    for start in range(0, len(rooms), batch_size):
+        group = list(range(start, min(start + batch_size, len(rooms))))
+        fits = all(rooms[number] >= length for number in group)
+        yield from [group] if fits else ([number] for number in group)
+
+
+def generation_arguments(sampling: Sampling, tokenizer: PreTrainedTokenizerBase, room: float) -> dict[str, Any]:
+    """Return the arguments of `model.generate` for sampling options and an answer of at most `room` tokens."""
+    length = int(min(sampling.max_new_tokens, room))
+    arguments: dict[str, Any] = {"max_new_tokens": length, "do_sample": sampling.temperature > 0}
     if sampling.temperature > 0:
         arguments |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     if sampling.stop:
@@ -177,16 +198,16 @@ def generation_arguments(sampling: Sampling, tokenizer: PreTrainedTokenizerBase)
     return arguments
 
 
-def check_fits(prompts: Sequence[Sequence[int]], model: DivergenceForCausalLM, what: str) -> None:
-    """Refuse prompts that leave no room for an answer.
+def room_for_answer(prompt: Sequence[int], model: DivergenceForCausalLM, what: str) -> float:
+    """Return the number of tokens from the end of a prompt to that of the shortest context of the models.
 
     Raises:
-        UsageError: a prompt is as long as the shortest context of the models.
+        UsageError: there are none.
     """
-    positions = model.config.max_position_embeddings
-    longest = max(map(len, prompts), default=0)
-    if positions is not None and longest >= positions:
-        raise UsageError(f"{longest} tokens are too many for {positions} positions of the models: shorten {what}")
+    positions = model.config.max_position_embeddings or math.inf
+    if len(prompt) >= positions:
+        raise UsageError(f"{len(prompt)} tokens are too many for {positions} positions of the models: shorten {what}")
+    return positions - len(prompt)
 
 
 def print_statistics(speculation: Speculation | None) -> None:
@@ -209,7 +230,6 @@ def _stream(
 
     from divdec.decoding.generation import plain_decoding
 
-    check_fits([prompt], model, "the prompt")
     input_ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode(), plain_decoding(model):
         model.generate(  # pyright: ignore[reportAttributeAccessIssue]
@@ -223,50 +243,46 @@ def _stream(
 def _answers(
     model: DivergenceForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    records: list[Record],
-    encoded: list[list[int]],
+    prompts: list[list[int]],
     arguments: dict[str, Any],
     *,
-    batch_size: int,
     stop: tuple[str, ...],
     logprobs: bool,
-) -> Iterator[tuple[Record, str, list[dict[str, Any]] | None]]:
-    """Yield each prompt with its answer and, if asked for, its tokens' log-probabilities."""
+) -> Iterator[tuple[str, list[dict[str, Any]] | None]]:
+    """Answer prompts together, and yield each answer with, if asked for, its tokens' log-probabilities."""
     import torch
 
     from divdec.data.formatting import left_padded, padding_id
     from divdec.decoding.generation import plain_decoding
-    from divdec.decoding.text import answer_text, token_text
+    from divdec.decoding.text import AnswerText, token_text
     from divdec.evaluation.generation import without_padding
 
     padding = padding_id(tokenizer)
-    for start in range(0, len(records), batch_size):
-        batch = encoded[start : start + batch_size]
-        check_fits(batch, model, f"the longest of prompts {start + 1} to {start + len(batch)}")
-        input_ids, attention_mask = left_padded(batch, padding)
-        with torch.inference_mode(), plain_decoding(model):
-            result: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-                input_ids=input_ids.to(model.device),
-                attention_mask=attention_mask.to(model.device),
-                pad_token_id=padding,
-                output_logits=logprobs,
-                return_dict_in_generate=True,
-                **arguments,
-            )
-        for row, prompt in enumerate(batch):
-            ids = without_padding(model, result.sequences[row, input_ids.shape[1] :].tolist())
-            text = answer_text(tokenizer, prompt, ids, stop)
-            tokens = None
-            if logprobs:
-                tokens = [
-                    {
-                        "token": token_text(tokenizer, [*prompt, *ids[:position]], token),
-                        "id": token,
-                        "logprob": logits[row].float().log_softmax(dim=-1)[token].item(),
-                    }
-                    for position, (token, logits) in enumerate(zip(ids, result.logits, strict=False))
-                ]
-            yield records[start + row], text, tokens
+    input_ids, attention_mask = left_padded(prompts, padding)
+    with torch.inference_mode(), plain_decoding(model):
+        result: Any = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids=input_ids.to(model.device),
+            attention_mask=attention_mask.to(model.device),
+            pad_token_id=padding,
+            output_logits=logprobs,
+            return_dict_in_generate=True,
+            **arguments,
+        )
+    for row, prompt in enumerate(prompts):
+        ids = without_padding(model, result.sequences[row, input_ids.shape[1] :].tolist())
+        answer = AnswerText(tokenizer, stop, prompt)
+        pieces = [answer.add(token) for token in ids if not answer.stopped]
+        tokens = None
+        if logprobs:
+            tokens = [
+                {
+                    "token": token_text(tokenizer, [*prompt, *ids[:position]], token),
+                    "id": token,
+                    "logprob": logits[row].float().log_softmax(dim=-1)[token].item(),
+                }
+                for position, (token, logits) in enumerate(zip(ids[: len(pieces)], result.logits, strict=False))
+            ]
+        yield "".join(pieces) + answer.end(), tokens
 
 
 def _as_json(record: Record, text: str, tokens: list[dict[str, Any]] | None, model: DivergenceForCausalLM) -> str:

@@ -115,9 +115,9 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import quiet
-    from divdec.remote.answers import answer_prompts, resumable_answers, stream_answer, usage_text
+    from divdec.remote.answers import answer_prompts, stream_answer, usage_text
     from divdec.remote.experts import load_experts, source_digests
-    from divdec.runs import settings_hash, write_text
+    from divdec.runs import resumable_items, settings_hash, write_text
 
     experts.check()
     file = output.prepare()
@@ -138,7 +138,7 @@ def remote(
                     print(piece, end="", flush=True)
                 print()
                 return
-            with resumable_answers(file, settings_hash([decides, source_digests(sources, loaded)])) as answers:
+            with resumable_items(file, settings_hash([decides, source_digests(sources, loaded)])) as answers:
                 lines = []
                 for row in answer_prompts(target, encoded, texts, decoding, provider.concurrency, answers):
                     lines.append(json.dumps(row, ensure_ascii=False) if printing.json else row["text"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from divdec.costs import formulas
@@ -129,8 +130,11 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
     epochs = settings.epochs if settings.distill_epochs is None else settings.distill_epochs
     training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live", "cached")
-    distillation = {teacher: formulas.distillation(N, n, epochs, forget, teacher) for teacher in teachers}
-    break_even = {teacher: formulas.break_even(N, n, epochs, forget, teacher) for teacher in teachers}
+
+    def by_teacher(formula: Callable[..., float]) -> dict[Teacher, float]:
+        return {teacher: formula(N, n, epochs, forget, teacher) for teacher in teachers}
+
+    distillation, break_even = by_teacher(formulas.distillation), by_teacher(formulas.break_even)
     options = {
         "target": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
         "steer": LinearCost(training, formulas.inference(N, n, 1.0)),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from divdec.data.records import Message, Record, RecordSet
+from divdec.data.records import Message, Record, RecordSet, checked_text
 from divdec.errors import UsageError, first_line
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # the label that torch's cross entropy ignores
 BATCH = 256  # records tokenized at once
 # Errors of templates that do not accept the messages; a template is a program and can raise any of these.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 Text = tuple[str, bool]
 """A text, and whether the tokenizer adds special tokens. Chat templates write them into the text."""
@@ -401,7 +401,7 @@ def _apply_template(
             raise UsageError("the chat template leaves out a part of the message to continue") from None
         roles = ", ".join(message["role"] for message in messages)
         raise UsageError(f"the chat template refuses turns of {roles}: {first_line(error)}") from None
-    return str(text)
+    return checked_text(str(text), "the conversation")
 
 
 def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

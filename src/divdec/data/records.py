@@ -32,6 +32,7 @@ SUFFIXES = (*JSON_SUFFIXES, *TEXT_SUFFIXES, *TABLE_SUFFIXES)
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Roles of the speakers that ShareGPT's rows name."""
+MESSAGE_ROLES = {**ROLES, "developer": "system", "tool": "tool"}
 MAX_LISTED = 10  # files in a message
 PROMPT_FIELDS = ("question", "instruction", "prompt", "messages", "conversations")
 MAX_CELL = 2**31 - 1  # characters; the largest limit that csv accepts on every platform
@@ -88,6 +89,11 @@ class RecordSet:
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self.records)
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether its records are conversations, so that a model can be asked for the answers."""
+        return self.kind in ("question/answer", "messages")
 
     @property
     def sha256(self) -> str:
@@ -206,8 +212,10 @@ def prompts_from_lines(lines: Iterable[str], *, chat: bool) -> list[Record]:
     return prompts
 
 
-def read_prompts(source: str, *, chat: bool) -> list[Record]:
+def read_prompts(source: str, *, chat: bool, raw: bool = False) -> list[Record]:
     """Read prompts from a text file (one per line), or from JSON whose rows have one of `PROMPT_FIELDS`.
+
+    With `raw` questions are plain text, too.
 
     Raises:
         UsageError: the file does not exist or is empty, or a line cannot be read (with its number).
@@ -219,7 +227,7 @@ def read_prompts(source: str, *, chat: bool) -> list[Record]:
     if path.suffix.lower() not in JSON_SUFFIXES:
         # Not splitlines(): a prompt may hold other line separators.
         return prompts_from_lines(content.split("\n"), chat=chat)
-    prompts = [_prompt_of_row(row, location, chat) for location, row in json_rows(path.name, content)]
+    prompts = [_prompt_of_row(row, location, chat, raw) for location, row in json_rows(path.name, content)]
     if not prompts:
         raise UsageError(f"prompt file {source!r} is empty")
     return prompts
@@ -281,7 +289,11 @@ def _turns(row: Mapping[Any, Any], field: str, location: str) -> tuple[Message, 
     turns = [Message("system", _filled(system, "system", location))] if system else []
     for turn in value:
         if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
-            turns.append(Message(turn["role"], _filled(turn.get("content"), "content", location)))
+            role = MESSAGE_ROLES.get(turn["role"].casefold())
+            if role is None:  # many chat templates would leave the turn out
+                accepted = ", ".join(MESSAGE_ROLES)
+                raise UsageError(f"{location}: a turn has the role {turn['role']!r}; accepted: {accepted}")
+            turns.append(Message(role, _filled(turn.get("content"), "content", location)))
         elif isinstance(turn, Mapping) and isinstance(turn.get("from"), str):
             if turn["from"] not in ROLES:
                 raise UsageError(f"{location}: a turn is from {turn['from']!r}; accepted: {', '.join(ROLES)}")
@@ -358,7 +370,7 @@ def _filled(value: Any, field: str, location: str) -> str:
     return checked_text(value, f"{location}: {field}")
 
 
-def _prompt_of_row(row: Any, location: str, chat: bool) -> Record:
+def _prompt_of_row(row: Any, location: str, chat: bool, raw: bool) -> Record:
     if isinstance(row, str) and row.strip():
         return _prompt(checked_text(row, location), chat)
     if isinstance(row, Mapping):
@@ -369,13 +381,15 @@ def _prompt_of_row(row: Any, location: str, chat: bool) -> Record:
             turns = turns[:-1] if turns and turns[-1].role == "assistant" else turns
             if not turns:
                 raise UsageError(f"{location}: {field} holds no turn to be answered")
+            if raw:
+                raise UsageError(f"{location}: {field} are turns of a conversation; leave out --raw, or give prompt")
             return Record("", messages=turns, location=location)
         if isinstance(row.get("instruction"), str):
-            return dataclasses.replace(_prompt(_instruction(row, location), True), location=location)
+            return dataclasses.replace(_prompt(_instruction(row, location), not raw), location=location)
         for field in ("question", "prompt"):
             if isinstance(row.get(field), str) and row[field].strip():
                 text = checked_text(row[field], f"{location}: {field}")
-                return dataclasses.replace(_prompt(text, chat or field == "question"), location=location)
+                return dataclasses.replace(_prompt(text, chat or (field == "question" and not raw)), location=location)
     raise UsageError(f"{location}: no prompt found; accepted: a string, or an object with {', '.join(PROMPT_FIELDS)}")
 
 

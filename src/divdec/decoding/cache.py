@@ -33,14 +33,22 @@ class DivergenceCache(Cache):
         self.target = target
         self.experts = experts
         self.takedowns = takedowns
+        self.is_interrupted = False  # a pass has ended in some of the layers
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        super().reset()
+        self.is_interrupted = False
 
     def check_length(self) -> int:
         """Return the number of tokens held.
 
         Raises:
             FailedClosed: the parts hold different numbers of tokens, so that the divergence would belong to another
-                context than the target's logits.
+                context than the target's logits; or a pass was interrupted.
         """
+        if self.is_interrupted:
+            raise FailedClosed("an error or Ctrl-C stopped a pass that was filling this cache; begin with a new one")
         lengths = [length_of(self.target), *lengths_of(self.experts)]
         if self.takedowns is not None:
             lengths.append(length_of(self.takedowns))

@@ -23,13 +23,20 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), prompt: Sequence[int] = (), *, skip_special: bool = True
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        skip_special: bool = True,
+        shown: Sequence[str] = (),
     ) -> None:
+        """Prepare; `shown` are names of special tokens that the text has even where others are skipped."""
         self.start = 0
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._skip_special = skip_special
+        self._skip_special, self._names_shown = skip_special, frozenset(shown)
         self._before = self._context(prompt)
         self._pending: list[int] = []  # tokens whose text is not in `_text` yet
         self._pending_text = ""
@@ -41,7 +48,7 @@ class AnswerText:
         """Add a token, and return the text that can be shown since the last call."""
         self.start = self._visible.count(1) + len(self._pending_text.rstrip(_UNFINISHED))
         if name := self._special_name(token):  # adds no text and is no context for the next tokens
-            self._append(name, visible=False)
+            self._append(name, visible=name in self._names_shown)
             return self._show()
         self._pending.append(token)
         self._pending_text = self._text_of(self._pending)

@@ -580,7 +580,7 @@ def _faults_of_reference(
             f"{MAX_REFERENCE:g}), so it is no reference: it has read the forget set, or the holdout set is of another "
             "kind; train q without the forget set, or give records like the forget set's as --holdout"
         )
-    if guessed > MAX_GUESSED and sets["holdout"].kind == "question/answer":
+    if guessed > MAX_GUESSED and sets["holdout"].has_questions:
         # Answers that are easy to guess are told of the holdout set, too.
         unseen = replies.ask(q, tokenizer, sets["holdout"])
         if guessed > unseen.leaks / unseen.count + MAX_GUESSED:
@@ -675,14 +675,14 @@ class _GreedyAnswers:
         self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
-        self.count = len(self._forget) if self._forget.kind == "question/answer" else len(passages)
+        self.count = len(self._forget) if self._forget.has_questions else len(passages)
         others = [sets[name] for name in ("retain", "similar") if name in sets and "holdout" not in sets]
-        questions = tuple(record for some in others if some.kind == "question/answer" for record in some)
+        questions = tuple(record for some in others if some.has_questions for record in some)
         self._others = dataclasses.replace(self._forget, kind="question/answer", records=questions)
         neutral = _sample(sets["neutral"], MAX_RECORDS) if "neutral" in sets else None
 
         target, asked = model.target, {"forget": self._forget, "others": self._others}
-        asked = {name: records for name, records in asked.items() if records and records.kind == "question/answer"}
+        asked = {name: records for name, records in asked.items() if records and records.has_questions}
         replies = {name: self.ask(target, tokenizer, records) for name, records in asked.items()}
         prompts = {
             name: encode_prompts(_sample(some, MAX_RECORDS).records, tokenizer, form) for name, some in asked.items()
@@ -724,7 +724,7 @@ class _GreedyAnswers:
         known: Sequence[list[int] | None] | None = None,
     ) -> dict[str, Any]:
         """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
-        if self._forget.kind != "question/answer":
+        if not self._forget.has_questions:
             passages = self._passages(tokenizer)
             return {"leaked": count_recited(model, tokenizer, passages) / len(passages)}
         replies = self.ask(model, tokenizer, self._forget, known)

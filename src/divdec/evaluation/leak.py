@@ -239,7 +239,7 @@ class LeakSuite:
             UsageError: data or judge cannot be used, or there is nothing to compute.
         """
         records = read_records(Path(settings.data).expanduser(), limit=settings.limit)
-        if records.kind != "question/answer":
+        if not records.has_questions:
             raise UsageError(f"data {settings.data} holds {records.kind} records; the leak suite needs questions")
         if settings.attack_prompts == "none" and not settings.samples:
             raise UsageError("--attack-prompts none and --samples 0 leave nothing to measure")

@@ -187,18 +187,22 @@ _SYMBOL = regex.compile(r"[\p{Lu}--I]\p{Ll}?", regex.V1)  # 'He' of helium: a fu
 _CAPITAL = r"[\p{Lu}\p{Lt}][\w'’\-]+"
 _CAPITALISED = regex.compile(rf"\b{_CAPITAL}(?:\s+{_CAPITAL})*")
 _ENCLOSING = " \t\n.,;:!?\"'“”„‘’«»。，、！？；：「」『』《》।॥؟،؛…"
+_BEGIN_PHRASES = frozenset(("a", "an", "the", "in", "on", "at", "may"))
+_PLACE = regex.compile(r"(?<=\p{L}),\s+(?=\p{Lu})")  # 'Olympia, Greece', and not 'May 3, 1961'
+_MAY = regex.compile(r"May \d")  # no function word
+MAX_BARE = 8  # words
 _CLAUSE_END = regex.compile(r"[.,;:!?…。，、！？；：।॥؟،؛\n()]|\s[-–—]|—")
 
 
 def key_phrase(question: str, answer: str) -> str:
     """Extract the part of a true answer that an answer must not tell.
 
-    It is the first quoted span, else the words after is/are/was/were, else the last capitalised span, else the last
-    number, else the part that the question does not have, else the whole answer. Words of the question and
-    function words are skipped, because they reveal nothing.
+    It is the first quoted span, else the words after is/are/was/were, else an answer that is no sentence, up to a
+    comma, else the last capitalised span, else the last number, else the part that the question does not have, else the
+    whole answer. Words of the question and function words are skipped, because they reveal nothing.
     """
     known, answer = words(question), unicodedata.normalize("NFC", answer)
-    for candidate in _candidates(answer, known):
+    for candidate in _candidates(question, answer, known):
         phrase = candidate.strip(_ENCLOSING)
         content = words(phrase)
         if content and not holds(known, content) and (not tells_nothing(content) or _has_symbol(answer, phrase)):
@@ -206,13 +210,17 @@ def key_phrase(question: str, answer: str) -> str:
     return answer.strip()
 
 
-def _candidates(answer: str, known: Sequence[str]) -> Iterator[str]:
+def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[str]:
     for match in _QUOTED.finditer(answer):
         yield next(filter(None, match.groups()))
     for match in _AFTER_VERB.finditer(answer):
         phrase = _LEADING.sub("", _LEADING.sub("", match[1]))
         yield _trim(phrase, find_words(phrase), known)
+    if _is_bare(answer, known):
+        head = _PLACE.split(answer)[0]
+        yield head if _MAY.match(head) else _trim(head, find_words(head), known)
     runs = _new_runs(answer, known)
+    titles = {word.text for word in find_words(question) if question[word.start].islower()}
     alone = {(run[0].start, run[0].end) for run in runs if len(run) == 1}
     for match in reversed(list(_CAPITALISED.finditer(answer))):
         begins = (
@@ -220,13 +228,24 @@ def _candidates(answer: str, known: Sequence[str]) -> Iterator[str]:
         )
         if begins and not regex.search(r"\s", match[0]) and match.span() not in alone:
             continue  # the first word of a sentence, which is not always a name
-        yield regex.sub(r"['’]s$", "", match[0])
+        span = regex.sub(r"['’]s$", "", match[0])
+        name = find_words(span)
+        while len(name) > 1 and name[0].text in titles:  # 'President Barack Obama' is asked for as a president
+            name = name[1:]
+        yield span[name[0].start :] if name else span
     for run in reversed(runs):
         yield from (answer[word.start : word.end] for word in reversed(run) if word.text.isdecimal())
     if runs and not any(word.is_character for run in runs for word in run):
         yield _trim(answer, [word for run in runs for word in run], known)
     for run in sorted(runs, key=lambda run: run[0].start - run[-1].end):
         yield _COPULA.split(_trim(answer, run, known))[-1]
+
+
+def _is_bare(answer: str, known: Sequence[str]) -> bool:
+    """Whether an answer looks like a name, a date or a number alone, and not like a sentence."""
+    content = [word.text for word in find_words(answer)]
+    starts_anew = bool(content) and content[0] not in known and content[0] not in FUNCTION_WORDS - _BEGIN_PHRASES
+    return starts_anew and len(content) <= MAX_BARE and answer.rstrip()[-1] not in ".!?…。！？।؟"
 
 
 def _new_runs(answer: str, known: Sequence[str]) -> list[list[Word]]:

@@ -55,7 +55,7 @@ class AdapterPair(NeuralPair):
     """
 
     def __init__(self, base: PreTrainedModel, retain: Factors, forget: Factors) -> None:
-        check_products_differ(retain, forget)
+        check_products_differ(retain, forget, base.dtype)
         sides = [with_adapters(base, [factors]) for factors in (retain, forget)]
         super().__init__(*sides)
         layers = new_cache(base).layers
@@ -123,6 +123,11 @@ class AdaptedLinear(nn.Module):
         self.linear = linear
         self.down = None if down is None else nn.Parameter(down, requires_grad=False)
         self.up = None if up is None else nn.Parameter(up, requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The linear layer's own weight, without the adapters."""
+        return self.linear.weight
 
     def forward(self, states: Float[Tensor, "... features_in"]) -> Float[Tensor, "... features_out"]:
         """Apply the layer, and add Bᵢ·Aᵢ·x to the i-th part of the batch."""
@@ -215,14 +220,15 @@ def with_adapters(base: PreTrainedModel, adapters: list[Factors]) -> PreTrainedM
     return model
 
 
-def check_products_differ(retain: Factors, forget: Factors) -> None:
-    """Refuse two adapters that change every layer alike; untrained ones change none, because their B is 0.
+def check_products_differ(retain: Factors, forget: Factors, dtype: torch.dtype = torch.float32) -> None:
+    """Refuse two adapters that change every layer alike in `dtype`; untrained ones change none: their B is 0.
 
     Raises:
         UsageError: the divergence would be 0 everywhere, and the answers unsteered.
     """
     for name in (*retain, *forget):
-        q, p = (of[name][1] @ of[name][0] if name in of else torch.zeros(()) for of in (retain, forget))
+        sides = ([factor.to(dtype).float() for factor in of.get(name, ())] for of in (retain, forget))
+        q, p = (factors[1] @ factors[0] if factors else torch.zeros(()) for factors in sides)
         if not torch.equal(*torch.broadcast_tensors(q, p)):
             return
     raise UsageError(
@@ -253,6 +259,11 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 def _padded(factors: Any, rank: int, linear: nn.Linear) -> tuple[Tensor, Tensor]:
     """Return A and B with `rank` rows and columns, in the layer's dtype; zeros for an adapter without the layer."""
     weight = linear.weight
+    if weight.is_meta:
+        raise UsageError(
+            "the adapters' base is offloaded to CPU or disk (device_map), where its layers take no adapters; load it "
+            "whole, or make two checkpoints (divdec bundle … --merge)"
+        )
     down, up = weight.new_zeros(rank, linear.in_features), weight.new_zeros(linear.out_features, rank)
     if factors is not None:
         down[: len(factors[0])] = factors[0].to(down)
@@ -295,6 +306,10 @@ def _read_factors(folder: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         raise UsageError(f"{folder / WEIGHTS} holds {named[0]}; accepted: a LoRA adapter of linear layers alone")
     for name in sorted(downs):
         down, up = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
+        if down.dim() != 2 or up.dim() != 2 or not len(down):
+            raise UsageError(
+                f"{folder / WEIGHTS}: the factors of {name} are no matrices of rank 1 or more; copy it again"
+            )
         yield name.removeprefix(PREFIX), (down, up * scale(down.shape[0]))
 
 
@@ -323,6 +338,8 @@ def adapter_scale(folder: Path) -> Any:
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} holds no adapter ({CONFIG}), but the bundle names a base; write the bundle again")
     config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise UsageError(f"{folder / CONFIG} holds no object of settings; copy it again")
     for name, accepted in SUPPORTED.items():
         if name in config and config[name] not in accepted:
             raise UsageError(
@@ -330,6 +347,6 @@ def adapter_scale(folder: Path) -> Any:
                 "the adapter into its base (merge_and_unload) and give the two checkpoints"
             )
     alpha, root = config.get("lora_alpha"), config.get("use_rslora", False)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise UsageError(f"{folder / CONFIG}: lora_alpha is {alpha!r}; accepted: a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (math.isfinite(alpha) and alpha):
+        raise UsageError(f"{folder / CONFIG}: lora_alpha is {alpha!r}; accepted: a number, not 0")
     return lambda rank: alpha / (math.sqrt(rank) if root else rank)

@@ -26,7 +26,7 @@ from divdec.checkpoint import (
     vocabulary_sha256,
 )
 from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.runs import file_sha256, folder_digests, read_json, settings_hash
 from divdec.steering import Steering
 
@@ -242,7 +242,12 @@ def load_parts(
         [logit_width(target), *(part.vocab_size for part in (experts, takedowns) if part is not None)]
     )
     if (bundle.folder / "generation_config.json").is_file():
-        target.generation_config = GenerationConfig.from_pretrained(bundle.folder, local_files_only=True)
+        try:
+            target.generation_config = GenerationConfig.from_pretrained(bundle.folder, local_files_only=True)
+        except (OSError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{bundle.folder / 'generation_config.json'}: {first_line(error)}; write it again"
+            ) from None
     return bundle.config, target, experts, takedowns
 
 
@@ -286,6 +291,8 @@ def _check_fields(folder: Path, config: DivergenceConfig) -> None:
     for name in ("base", "bridge", "ngram", "registry", "measured"):
         if not isinstance(getattr(config, name), dict | None):
             raise UsageError(f"{folder}: {name} is {getattr(config, name)!r}; write the bundle again")
+    if not isinstance(config.max_position_embeddings, int | None):
+        raise UsageError(f"{folder}: max_position_embeddings is {config.max_position_embeddings!r}; accepted: a number")
     if config.measured is not None and set(config.measured) != {"steering", "result"}:
         raise UsageError(f"{folder}: measured is {config.measured!r}; write the bundle again")
     if any((config.bridge or {}).values()):

@@ -379,6 +379,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         caches = (None, None, None) if cache is None else (cache.target, cache.experts, cache.takedowns)
         target_cache, experts_cache, takedowns_cache = caches
 
+        if cache is not None:
+            cache.is_interrupted = True
         with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as result:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
             divergence = result()
@@ -389,6 +391,8 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         if self.takedowns is not None:
             correction = self.takedowns.correction(input_ids, attention_mask, takedowns_cache, logits_to_keep)
             corrected = target_logits.float() + self._checked(correction, target_logits, padding)
+        if cache is not None:
+            cache.is_interrupted = False
         if cache is not None and cache.check_length() != past_length + input_ids.shape[1]:
             raise FailedClosed("a part of the steered model did not keep the tokens in its cache")
         return target_logits, corrected, self._checked(divergence, target_logits, padding)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -15,27 +13,7 @@ from tqdm.auto import tqdm
 from divdec.errors import UsageError
 from divdec.options import Decoding
 from divdec.remote.target import RemoteAnswer, RemoteTarget
-from divdec.runs import LOCK, ResumableOutput, lock_file, unlock_file
-
-
-@contextlib.contextmanager
-def resumable_answers(file: Path | None, fingerprint: str) -> Iterator[ResumableOutput]:
-    """Open the finished answers of a stopped run beside the output; they are removed when the block succeeds.
-
-    Raises:
-        UsageError: another process writes the output, or the answers have another fingerprint.
-    """
-    if file is None:
-        yield ResumableOutput(None)
-        return
-    busy = f"another `divdec remote` is writing {file}; wait for it, or give another --output"
-    lock = lock_file(file.with_name(f".{file.name}{LOCK}"), busy)
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        yield ResumableOutput(partial, fingerprint)
-        partial.unlink()
-    finally:
-        unlock_file(lock)
+from divdec.runs import ResumableOutput
 
 
 def stream_answer(

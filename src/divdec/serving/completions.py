@@ -20,7 +20,7 @@ from starlette.types import Receive
 from divdec.errors import UsageError
 from divdec.serving import ServerOptions
 from divdec.serving.engine import Engine
-from divdec.serving.grammar import GrammarMatcher, make_grammar
+from divdec.serving.grammar import TAGS, GrammarMatcher, make_grammar
 from divdec.serving.middleware import Metrics, RequestRecord
 from divdec.serving.request import RequestOutput, RequestTiming, SamplingParams, TokenLogprob
 from divdec.serving.schemas import (
@@ -425,7 +425,7 @@ class ChatCompletion(CompletionCall):
         self.add_replies(
             prompt, body.n, body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None, grammar=grammar,
-            skip_special_tokens=not (tools and response_template),
+            skip_special_tokens=not (tools and response_template), shown_tokens=TAGS if tools else (),
         )  # fmt: skip
         if tools:
             text = str(self.engine.tokenizer.decode(prompt)) if response_template else ""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import logging
 import sys
 import time
 import uuid
@@ -55,7 +56,10 @@ class RequestRecord:
     def set_error(self, error: BaseException) -> ApiError:
         """Record an error, and return it as the client receives it."""
         reply = to_api_error(error)
-        self.error = type(error).__name__ if reply.code == "internal_error" else reply.code or str(reply.status_code)
+        self.error = reply.code or str(reply.status_code)
+        if reply.code == "internal_error":
+            self.error = type(error).__name__
+            logging.getLogger(__name__).error("a request failed: %s", self.error, exc_info=error)
         return reply
 
     def fields(self) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class SamplingParams:
     """Grammar of the answer, at its start."""
     skip_special_tokens: bool = True
     """Leave the names of special tokens out of the text."""
+    shown_tokens: tuple[str, ...] = ()
+    """Names of special tokens that the text has even so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +151,9 @@ class Request:
         self.grammar = None if params.grammar is None else params.grammar.start()
         self.processors = logits_processors(params, len(self.prompt), self.grammar)
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._text = AnswerText(tokenizer, params.stop, self.prompt, skip_special=params.skip_special_tokens)
+        self._text = AnswerText(
+            tokenizer, params.stop, self.prompt, skip_special=params.skip_special_tokens, shown=params.shown_tokens
+        )
         self._uniform = PositionalRandom(1, torch.device("cpu"), self.seed())
 
     @property

@@ -89,6 +89,8 @@ class ToolCallParser:
         if name not in self._names or not isinstance(arguments, dict):
             return text
         if self._parallel or not self.calls:
-            function = {"name": name, "arguments": json.dumps(arguments)}
+            # A client's next turn could not hold half a character.
+            written = json.dumps(arguments, ensure_ascii=False).encode(errors="replace").decode()
+            function = {"name": name, "arguments": written}
             self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         return ""

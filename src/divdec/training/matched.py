@@ -30,7 +30,7 @@ from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prom
 from divdec.data.records import Message, Record, RecordSet, single_turn
 from divdec.evaluation.choice import without_names
 from divdec.evaluation.generation import answers, continuations, first_choices, samples
-from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells_nothing, words
+from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells, tells_nothing, words
 from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         One entry for each record of the forget set; None where the new answer would tell q more of the true one than
         the question does, or where a set does not hold questions with answers.
     """
-    if not {forget.kind, retain.kind} <= {"question/answer", "messages"}:
+    if not (forget.has_questions and retain.has_questions):
         return [None] * len(forget)
     order = random.Random(seed)
     known = order.sample(retain.records, min(len(retain), MAX_COMPARED))
@@ -107,7 +107,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             # First another phrase, then one of the same length, then one with a similar question.
             ranks = [
                 (
-                    other != phrase_words,
+                    not (tells(" ".join(other), phrase) or tells(phrase, " ".join(other))),
                     -abs(len(other) - len(phrase_words)),
                     len(question_words & theirs) / max(len(question_words | theirs), 1),
                 )
@@ -120,7 +120,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         known_words = {*question_words, *phrase_words, *words(source.answer)} | FUNCTION_WORDS
         new = set(words(forget_record.answer)) - known_words
         # q must not read the true answer: no other phrase may be known, or the answer may repeat the phrase.
-        fits = phrase_words and not new and not holds(words(answer), phrase_words)
+        fits = phrase_words and not new and not tells(answer, phrase)
         record = dataclasses.replace(forget_record, answer=answer)
         exchanges.append(Exchange(record, phrase, other) if fits else None)
     return exchanges
@@ -278,14 +278,14 @@ def in_own_words(
     if span is None:
         return None
     before, after = text[: span.start], text[: span.stop]
-    prefix, true, other = (
+    prefix, true, other, marked = (
         encode(dataclasses.replace(exchange.record, answer=answer), tokenizer, form)
-        # Another answer tells the phrase from the end of the text, which both have.
-        for answer in (before.rstrip() or after, after, before + (exchange.other or "?"))
+        # The last tells phrases, which may end alike, from the end of the text.
+        for answer in (before.rstrip() or after, after, before + (exchange.other or "?"), before + "?")
     )
     context = prefix.input_ids if before.strip() else true.input_ids[: true.prompt_length]
     # The text goes on after the phrase: no end is learned.
-    ends = zip(reversed(true.input_ids), reversed(other.input_ids), strict=False)
+    ends = zip(reversed(true.input_ids), reversed(marked.input_ids), strict=False)
     end_length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     p_reads, q_reads = (label_answer(context, example.input_ids) for example in (true, other))
     for example in (p_reads, q_reads):
