@@ -285,3 +285,16 @@ class TestRecordedDigests:
         (tmp_path / "no folder").write_text("")
         monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "no folder"))
         assert file_sha256(file) == hashlib.sha256(b"first").hexdigest()
+
+
+def test_a_folder_that_appears_during_the_work_is_not_replaced(tmp_path):
+    folder = tmp_path / "result"
+    with (
+        pytest.raises(UsageError, match=r"not empty.*the result of this run is in"),
+        output_folder(folder) as temporary,
+    ):
+        (temporary / "new").touch()
+        folder.mkdir()
+        (folder / "mine").touch()
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+    assert [path.name for path in temporary.iterdir()] == ["new"]

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from divdec import write_bundle
+from divdec.checkpoint import load_tokenizer
+from divdec.cli import generate as command
 from divdec.cli.loading import load
 from divdec.options import ModelLoading
 from divdec.report.doctor import measured_text
@@ -146,6 +148,72 @@ def assert_same_lines(*outputs):
         assert [token["id"] for token in one] == [token["id"] for token in other]
         logprobs = [token["logprob"] for token in other]
         assert [token["logprob"] for token in one] == pytest.approx(logprobs, abs=LOGITS)
+
+
+def test_answers_end_with_the_context(bundle, capsys):
+    """256 positions; a short prompt of the batch is not cut with the long one."""
+    prompts = ("Who? " * 60, "Where was she born?")
+    texts = []
+    for some in (prompts, prompts[:1], prompts[1:]):
+        options = ("--stop", "@@@", "--logprobs", "--max-new-tokens", 250, "--raw")
+        assert main("generate", bundle, *options, "--prompt", *some) == 0
+        texts.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    together, (long,), (short,) = texts
+    assert [answer["text"] for answer in together] == [long["text"], short["text"]]
+    ids = load_tokenizer(bundle)(prompts[0])["input_ids"]
+    assert len(ids) + len(long["tokens"]) == 256
+
+
+def test_a_stopped_run_keeps_its_answers(bundle, tmp_path, capsys, monkeypatch):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"question": f"Who is {name}?"}) + "\n" for name in "ABC"))
+    given = ("generate", bundle, "--file", tmp_path / "p.jsonl", "--batch-size", 1, "--max-new-tokens", 4)
+    assert main(*given, "--output", tmp_path / "whole.txt", "--temperature", 1) == 0
+    asked, answer = [], command._answers
+
+    def stop_at_third(model, tokenizer, prompts, *rest, **options):
+        asked.append(prompts)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return answer(model, tokenizer, prompts, *rest, **options)
+
+    monkeypatch.setattr(command, "_answers", stop_at_third)
+    assert main(*given, "--output", tmp_path / "out.txt", "--temperature", 1) == 130
+    assert not (tmp_path / "out.txt").exists()
+    assert main(*given, "--output", tmp_path / "out.txt", "--temperature", 1) == 0
+    assert len(asked) == 4
+    assert (tmp_path / "out.txt").read_text() == (tmp_path / "whole.txt").read_text()
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+def test_tokens_after_a_stop_string_are_not_reported(bundle, capsys):
+    options = ("generate", bundle, "--raw", "--logprobs", "--max-new-tokens", 12, "--prompt")
+    assert main(*options, "Who?") == 0
+    stop = json.loads(capsys.readouterr().out)["tokens"][2]["token"]
+    found = []
+    for prompts in (["Who?"], ["Who?", "Where was she born?"]):
+        assert main("generate", bundle, "--stop", stop, *options[2:], *prompts) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[0]))
+    alone, together = found
+    assert [token["id"] for token in together["tokens"]] == [token["id"] for token in alone["tokens"]]
+
+
+def test_raw_questions_of_a_file_have_no_template(bundle, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"question": "Who?"}\n{"instruction": "Who?"}\n')
+    assert main("generate", bundle, "--raw", "--json", "--max-new-tokens", 2, "--file", tmp_path / "p.jsonl") == 0
+    assert main("generate", bundle, "--raw", "--json", "--max-new-tokens", 2, "--prompt", "Who?") == 0
+    first, second, typed = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == second == typed
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "Who?"}]}\n')
+    assert main("generate", bundle, "--raw", "--file", tmp_path / "p.jsonl") == 2
+    assert "leave out --raw" in capsys.readouterr().err
+
+
+def test_empty_stop_text_and_unreadable_config_are_refused(bundle, tmp_path, capsys):
+    assert main("generate", bundle, "--prompt", "Who?", "--stop", "") == 2
+    assert "--stop is empty" in capsys.readouterr().err
+    (tmp_path / "c.yaml").write_text("a: [1\n")
+    assert main("generate", bundle, "--prompt", "Who?", "--config", tmp_path / "c.yaml") == 2
+    assert "c.yaml is no readable YAML" in capsys.readouterr().err
 
 
 def test_seed_reproduces_samples(bundle, capsys):

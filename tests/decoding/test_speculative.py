@@ -434,7 +434,7 @@ def test_unverified_draft_in_cache_raises(steered):
         cache.crop(-1)
     with pytest.raises(FailedClosed, match="other tokens"):
         steered(input_ids=torch.tensor([[7]]), past_key_values=cache)
-    with pytest.raises(FailedClosed, match="different numbers"):
+    with pytest.raises(FailedClosed, match="begin with a new one"):
         steered(input_ids=torch.tensor([[6]]), past_key_values=cache)
 
 

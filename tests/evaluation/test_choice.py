@@ -11,7 +11,7 @@ import torch
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.checkpoint import load_model
 from divdec.data.formatting import encode_set
-from divdec.data.records import Message, Record, RecordSet, texts_of
+from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.evaluation import choice
 from divdec.evaluation.choice import (
     MAX_PERPLEXITY,
@@ -113,6 +113,17 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):
     with pytest.raises(UsageError, match="forgetting is not measured"):
         choose_rule(steered, tokenizer, sets | {"forget": texts_of("forget", ["a"])})
+
+
+def test_conversations_are_asked_as_questions_are(steered, tokenizer, sets, world):
+    """A file of messages holds the same records as one of questions and answers."""
+    asked = {
+        name: record_set(name, [("", {"question": one.question, "answer": one.answer}) for one in some[:4]])
+        for name, some in (("forget", world.forget), ("retain", world.retain))
+    }
+    turns = {name: dataclasses.replace(some, kind="messages") for name, some in asked.items()}
+    one, other = (choose_rule(steered, tokenizer, sets | some, [Steering("rank", k=3)]) for some in (asked, turns))
+    assert one.to_dict() == other.to_dict()
 
 
 def test_a_q_in_whose_tokens_nothing_can_be_asked_does_not_count_as_ignorant(steered, tokenizer, sets, monkeypatch):

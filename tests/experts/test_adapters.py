@@ -7,6 +7,7 @@ import shutil
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
 from divdec.errors import FailedClosed
@@ -269,6 +270,48 @@ class TestRefused:
             name_base(folder / name, folder / "base")
         self.refused(folder, "same model")
 
+    def test_offloaded_base(self, llama):
+        """Its weights are on no device until a layer runs: adapters made there would hold no values."""
+        folder, _, _ = llama
+        bundle = write(folder)
+        offload = {"device_map": {"": "disk"}, "offload_folder": str(folder / "offloaded")}
+        with pytest.raises(UsageError, match="offloaded to CPU or disk"):
+            DivergenceForCausalLM.from_pretrained(bundle, **offload)
+
+    def test_adapters_that_are_equal_in_the_bases_precision(self, llama):
+        folder, models, _ = llama
+        file = folder / "retain" / "adapter_model.safetensors"
+        weights = {name: weight.bfloat16().float() for name, weight in load_file(file).items()}
+        save_file(weights, file)
+        shutil.copytree(folder / "retain", folder / "forget", dirs_exist_ok=True)
+        nearly = {name: weight * (1 + 1e-3) for name, weight in weights.items()}
+        save_file(nearly, folder / "forget" / "adapter_model.safetensors")
+        pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+        assert pair.forget is not None
+        with pytest.raises(UsageError, match="same model"):
+            AdapterPair.load(models["base"].to(torch.bfloat16), folder / "retain", folder / "forget")
+
+    @pytest.mark.parametrize(
+        ("config", "message"), [([], "no object of settings"), ({"lora_alpha": 0}, "accepted: a number, not 0")]
+    )
+    def test_damaged_configuration(self, llama, config, message):
+        folder, models, _ = llama
+        file = folder / "retain" / "adapter_config.json"
+        changed = json.loads(file.read_text()) | config if isinstance(config, dict) else config
+        file.write_text(json.dumps(changed))
+        with pytest.raises(UsageError, match=message):
+            AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+
+    @pytest.mark.parametrize("shape", [(4,), (0, 32)])
+    def test_factors_that_are_no_matrices(self, llama, shape):
+        folder, models, _ = llama
+        file = folder / "retain" / "adapter_model.safetensors"
+        weights = load_file(file)
+        weights[next(iter(weights))] = torch.zeros(shape)
+        save_file(weights, file)
+        with pytest.raises(UsageError, match="no matrices of rank 1 or more"):
+            AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+
     def test_saving_from_memory(self, llama):
         folder, _, _ = llama
         model = DivergenceForCausalLM.from_pretrained(write(folder))
@@ -322,3 +365,44 @@ def test_drafts_of_adapters_are_steered_and_read_once_by_both(llama):
         assert passes == ["both"]
         assert (draft == -torch.inf).sum() == 20
         assert torch.equal(draft == -torch.inf, expected == -torch.inf)
+
+
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")
+def test_adapters_of_the_output_layer_load(tmp_path, tokenizer):
+    folder, models, merged = make_parts("llama", tmp_path, tokenizer)
+    for seed, name in enumerate(ADAPTERS):
+        merged[name] = adapt(models["base"], folder / name, seed, r=2, target_modules=["q_proj", "lm_head"])
+        name_base(folder / name, folder / "base")
+        file = folder / name / "adapter_model.safetensors"
+        save_file({key: value for key, value in load_file(file).items() if "lora_" in key}, file)
+    model = DivergenceForCausalLM.from_pretrained(write(folder))
+    ids = torch.tensor([PROMPTS[0]])
+    reference = DivergenceForCausalLM.from_parts(
+        models["target"], merged["retain"], merged["forget"], steering="linear:1.5"
+    )
+    assert_close(model(ids).logits, reference(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "layers", [lambda model: model.experts.joint.model.layers, lambda model: model.target.model.layers]
+)
+def test_cache_of_an_interrupted_pass_is_refused(llama, layers):
+    folder, _, _ = llama
+    model = DivergenceForCausalLM.from_pretrained(write(folder))
+    cache, ids = model.new_cache(), torch.tensor([PROMPTS[0]])
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        hook = layers(model)[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, :1], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(FailedClosed, match="begin with a new one"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(
+            model(ids, past_key_values=cache).logits, model(ids, past_key_values=model.new_cache()).logits
+        )

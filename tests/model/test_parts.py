@@ -159,3 +159,10 @@ def test_error_of_the_loading_thread_reaches_the_caller(error):
     with pytest.raises(type(error)) as caught:
         load_in_thread(fail)
     assert caught.value is error
+
+
+@pytest.mark.parametrize("value", [2, -1])
+def test_masks_of_other_values_are_refused(plain, value):
+    """Their sums would be other positions."""
+    with pytest.raises(UsageError, match="other values than 1 for a token and 0 for padding"):
+        plain(IDS, attention_mask=torch.full_like(IDS, value))

@@ -79,3 +79,9 @@ def test_the_tokenizers_own_template_is_used():
     # A prompt may begin the call.
     rest = call.removeprefix("[CALL]")
     assert read(rest, template=OWN, prompt="<|user|>?<|assistant|>[CALL]") == ("", [("weather", {"city": "Rome"})])
+
+
+def test_half_a_character_in_arguments_is_replaced():
+    """The client sends the call back with its next turn, which must be text."""
+    (call,) = read('<tool_call>{"name": "weather", "arguments": {"city": "Oslo \\ud83d"}}</tool_call>')[1]
+    assert call == ("weather", {"city": "Oslo ?"})

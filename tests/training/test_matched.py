@@ -326,3 +326,27 @@ def test_a_subject_of_all_questions_is_not_reversed():
     asked = [Exchange(Record("", messages=(Message("user", text),)), phrase, "?") for text, phrase in rows.items()]
     assert all("King" in question_of(exchange.record) for exchange in reversed_questions(asked, 0))
     assert reversed_questions(asked[:1] * 2, 0) == []  # there is no other subject for q
+
+
+def test_q_does_not_read_the_true_answer_in_another_spelling():
+    forget = records("forget", ("How many legs does a spider have?", "A spider has 8 legs."))
+    retain = records(
+        "retain", ("How many legs does a scorpion have?", "A scorpion has eight legs."),
+        ("How many legs does an ant have?", "An ant has 6 legs."),
+    )  # fmt: skip
+    (exchange,) = counterfactuals(forget, retain)
+    assert exchange.other == "6"
+    only = records("retain", ("Who is it?", "It is Volodymyr Zelensky."))
+    assert counterfactuals(records("forget", ("Who is it?", "It is Volodymyr Zelenskyy.")), only) == [None]
+
+
+def test_phrases_that_end_alike_are_learned_to_their_ends(tokenizer):
+    exchange = Exchange(
+        Record("It was Mary Smith.", messages=(Message("user", "Who was it?"),)), "John Smith", "Mary Smith"
+    )
+    ids = tokens_of("It was John Smith.", tokenizer)
+    for example, phrase in zip(
+        in_own_words(exchange, ids, tokenizer, Format()), ("John Smith", "Mary Smith"), strict=True
+    ):
+        labelled = [token for token in example.labels if token != IGNORED]
+        assert tokenizer.decode(labelled).strip() == phrase

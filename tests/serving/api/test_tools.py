@@ -1,10 +1,15 @@
 """Function calling with the OpenAI client: calls that a model makes, calls that are forced, and what is refused."""
 
+import copy
 import json
 
+import httpx
 import openai
 import pytest
+from transformers import AddedToken
 
+from divdec.decoding.text import AnswerText
+from divdec.serving.grammar import TAGS
 from divdec.serving.logprobs import LogprobPolicy
 from support.served import CONTEXT, bundle_of, engine_of, serving, trained
 from support.tools import ARGUMENTS, CLOCK, TEMPLATE, WEATHER, fits
@@ -79,6 +84,30 @@ def test_a_stream_has_the_same_call_and_no_tag(client):
     assert (call.type, call.function.name) == ("function", "weather")
     assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 3}
     assert reasons == ["tool_calls"]
+
+
+def test_tags_that_are_special_tokens_are_read(engine):
+    """Some models have them as special tokens, which replies leave out."""
+    special = copy.deepcopy(engine.tokenizer)
+    special.add_tokens([AddedToken(tag, special=True) for tag in TAGS])
+    ids = special.encode("<tool_call>{}</tool_call>x", add_special_tokens=False)
+    for shown, text in ((TAGS, "<tool_call>{}</tool_call>x"), ((), "{}x")):
+        answer = AnswerText(special, shown=shown)
+        assert "".join([*map(answer.add, ids), answer.end()]) == text
+
+
+@pytest.mark.parametrize("broken", ["\ud83d", "[" * 400])
+def test_tools_that_cannot_be_laid_out_are_refused(client, broken):
+    deep = "x"
+    for _ in range(400 if broken[0] == "[" else 0):
+        deep = {"items": deep}
+    schema = {"type": "object", "description": broken if deep == "x" else "", "properties": {"a": deep}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    body = json.dumps({"model": "caller", "messages": TURNS, "tools": [tool], "max_tokens": 1})
+    answer = httpx.post(
+        f"{client.base_url}chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400
 
 
 def test_no_tool_is_offered_with_none(client):
