@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+from divdec.model import bundle as bundle_module
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from support.exactness import assert_close
 from support.tiny import tiny_model
@@ -124,6 +125,29 @@ def test_save_pretrained_writes_current_weights(bundle, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.steering == model.steering
     assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_save_pretrained_that_fails_leaves_the_earlier_bundle(bundle, tmp_path, monkeypatch):
+    model, saved = DivergenceForCausalLM.from_pretrained(bundle), []
+    model.save_pretrained(tmp_path / "saved")
+    before = {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+
+    def fail_third(*arguments, **options):
+        saved.append(arguments)
+        if len(saved) == 3:
+            raise OSError(28, "No space left on device")
+        save_model(*arguments, **options)
+
+    save_model = bundle_module.save_model
+    monkeypatch.setattr(bundle_module, "save_model", fail_third)
+    with torch.no_grad():
+        next(model.target.parameters()).add_(1.0)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_pretrained(tmp_path / "saved")
+    assert {path: path.read_bytes() for path in (tmp_path / "saved").rglob("*") if path.is_file()} == before
+    monkeypatch.undo()
+    model.save_pretrained(tmp_path / "saved")
+    DivergenceForCausalLM.from_pretrained(tmp_path / "saved")
 
 
 def test_save_pretrained_accepts_trainer_arguments(bundle, tmp_path):

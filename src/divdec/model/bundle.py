@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -309,6 +310,20 @@ def save_packed(
         return
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=".", dir=folder
+    ) as unfinished:  # an earlier bundle stays until this is whole
+        _save_parts(model, Path(unfinished), state_dict, **kwargs)
+        # Until the last file is there, digests of the configuration do not fit, and the bundle does not load.
+        for path in sorted(Path(unfinished).iterdir(), key=lambda path: path.name == "config.json"):
+            if path.is_dir() and (folder / path.name).is_dir():
+                shutil.rmtree(folder / path.name)
+            os.replace(path, folder / path.name)
+
+
+def _save_parts(
+    model: DivergenceForCausalLM, folder: Path, state_dict: Mapping[str, Any] | None, **kwargs: Any
+) -> None:
     modules = {"target": "target", **{part: f"experts.{part.removesuffix('_auxiliary')}" for part in AUXILIARIES}}
     references: dict[str, dict[str, Any]] = {}
     configs = {}
