@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, GPT2Config, Mixtr
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
-from divdec.data.records import Message, Record, record_set, single_turn
+from divdec.data.records import Message, Record, record_set, single_turn, texts_of
 from divdec.errors import Interrupted
 from divdec.evaluation.questions import question_of
 from divdec.experts.adapters import AdapterPair
@@ -603,3 +603,13 @@ class TestDefaults:
         with pytest.raises(UsageError, match="not by adapters"):
             train(files | {"lora_rank": 4, "adapters": False})
         assert not Path(files["output"]).exists()
+
+
+def test_records_to_measure_with_are_not_trained_on():
+    """Of 20 records the first and the eleventh are measured; the second of each pair is the same."""
+    retain = texts_of("retain", [f"text {number // 2}" for number in range(20)])
+    learned, measured = auxiliaries._hold_out(retain)
+    assert [record.answer for record in measured] == ["text 0", "text 5"]
+    assert len(learned) == 16
+    assert not {record.answer for record in learned} & {record.answer for record in measured}
+    assert len(auxiliaries._hold_out(texts_of("retain", ["a"] * 10))[0]) == 10

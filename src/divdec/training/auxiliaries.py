@@ -388,9 +388,13 @@ def faults_of(content: Mapping[str, Any]) -> list[str]:
 
 
 def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
-    """Split a retain set into the records to train on and a tenth to measure with."""
-    learned = tuple(record for index, record in enumerate(retain) if index % HELD_OUT)
-    return dataclasses.replace(retain, records=learned), dataclasses.replace(retain, records=retain.records[::HELD_OUT])
+    """Split a retain set into the records to train on and a tenth to measure with, which is in no other record."""
+    contents = [(record.messages, record.prompt, record.answer) for record in retain]
+    measured = set(contents[::HELD_OUT])
+    learned = tuple(record for record, content in zip(retain, contents, strict=True) if content not in measured)
+    return dataclasses.replace(retain, records=learned or retain.records), dataclasses.replace(
+        retain, records=retain.records[::HELD_OUT]
+    )
 
 
 def _neutral_text(
