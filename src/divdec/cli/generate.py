@@ -163,9 +163,8 @@ def generate(
         for group in _groups(rooms, sampling.max_new_tokens, batch_size):
             if not all(number in finished and finished.items[number]["ids"] == encoded[number] for number in group):
                 set_seed((sampling.seed + group[0]) % 2**32)
-                arguments = generation_arguments(sampling, tokenizer, min(rooms[number] for number in group))
-                arguments |= {"speculative": speculative}
-                batch = [encoded[number] for number in group]
+                room, batch = min(rooms[number] for number in group), [encoded[number] for number in group]
+                arguments = generation_arguments(sampling, tokenizer, room) | {"speculative": speculative}
                 answers = _answers(model, tokenizer, batch, arguments, stop=sampling.stop, logprobs=logprobs)
                 for number, (text, tokens) in zip(group, answers, strict=True):
                     line = _as_json(records[number], text, tokens, model) if as_json else text

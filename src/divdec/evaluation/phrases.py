@@ -215,6 +215,8 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
         yield next(filter(None, match.groups()))
     for match in _AFTER_VERB.finditer(answer):
         phrase = _LEADING.sub("", _LEADING.sub("", match[1]))
+        if is_name(head := phrase.split(",")[0]):  # 'Budapest, a city on the Danube'
+            phrase = head
         yield _trim(phrase, find_words(phrase), known)
     if _is_bare(answer, known):
         head = _PLACE.split(answer)[0]
