@@ -36,7 +36,7 @@ from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.phrases import holds, words
 from divdec.evaluation.scoring import unchanged_answers
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import file_sha256, write_json
+from divdec.runs import file_sha256, read_record, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.auxiliaries import BUNDLE, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings
@@ -259,9 +259,7 @@ def main(arguments=None):
         help="base of q and p, by default MODELS/qwen-0.5b.gguf; a bridge leads to one with another tokenizer",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/real-pair"))
-    parser.add_argument(
-        "--results", type=Path, default=None, help="folder of the results, by default the output folder"
-    )
+    parser.add_argument("--results", type=Path, default=None, help="folder of the results, by default OUTPUT")
     parser.add_argument("--kinds", nargs="*", default=["capitals"], choices=list(KINDS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--recipes", nargs="*", default=["lora"], choices=list(RECIPES))
@@ -312,7 +310,9 @@ def measure_recipe(folders, answers, kind, seed, recipe, pair, result, names, ru
         base=str(folders[1]), target=str(folders[0]), forget=f"{stem}-forget.jsonl", retain=f"{stem}-retain.jsonl",
         output=str(pair), seed=seed, overwrite=True, bridge=bridge, **RECIPES[recipe],
     )  # fmt: skip
-    trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    trained = read_record(pair) or {}
+    if trained.get("status") != "finished" or settings_hash(trained["settings"]) != settings_hash(settings):
+        trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
     mark_similar(content["rows"], kind, trained["similar_questions"])
     tokenizer = load_tokenizer(folders[0])
