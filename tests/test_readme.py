@@ -39,7 +39,7 @@ def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names = {}
     exec(block, names)
-    assert str(names["model"].steering) == "rank:50:3"
+    assert str(names["model"].steering) == "rank:20:3"
     printed = capsys.readouterr().out
     assert printed.strip()
     assert "What is the capital of Hungary?" not in printed  # the answer without the prompt
