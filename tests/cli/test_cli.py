@@ -179,6 +179,8 @@ def test_a_stopped_run_keeps_its_answers(bundle, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "_answers", stop_at_third)
     assert main(*given, "--output", tmp_path / "out.txt", "--temperature", 1) == 130
     assert not (tmp_path / "out.txt").exists()
+    assert main(*given, "--output", tmp_path / "out.txt", "--temperature", 1, "--dtype", "bfloat16") == 2
+    assert "other settings" in capsys.readouterr().err
     assert main(*given, "--output", tmp_path / "out.txt", "--temperature", 1) == 0
     assert len(asked) == 4
     assert (tmp_path / "out.txt").read_text() == (tmp_path / "whole.txt").read_text()

@@ -157,7 +157,8 @@ def generate(
         return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
     registry = None if model.takedowns is None else model.takedowns.state_digest()
-    decides = [*map(dataclasses.asdict, (layout, sampling, speculation)), as_json, logprobs, batch_size, model.rule]
+    options_of_run = map(dataclasses.asdict, (layout, sampling, speculation, loading))
+    decides = [*options_of_run, as_json, logprobs, batch_size, model.rule]
     lines: list[str] = []
     with resumable_items(file, settings_hash([decides, bundle_identity(model.config), registry])) as finished:
         for group in _groups(rooms, sampling.max_new_tokens, batch_size):
