@@ -7,9 +7,8 @@ steered model to an agent that looks the outcomes up with a tool.
 
     python examples/backtest/events.py --target real-models/qwen-1.5b.gguf --base real-models/qwen-0.5b.gguf
 
-The pair is not good yet. On 2026-11-26 linear:0.25 came nearest to q: what happened after the cut-off fell from 0.82
-to 0.34, but what happened before it, too, from 0.78 to 0.61, and the agent's six answers did not change. From
-linear:0.5 on the model denied what happened. The target knows only 12 of the earlier events, too few for a retain set.
+The retain set is every second event before the cut-off and facts that have no date; with the earlier events that the
+target knows alone, steering reached the others too. README.md beside this file shows and discusses the output.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import argparse
 import contextlib
 import json
 import math
+import random
 import shlex
 import socket
 import statistics
@@ -34,6 +34,7 @@ from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model,
 from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, write_records
+from divdec.demo.facts import Fact, known_facts
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
@@ -44,8 +45,10 @@ EVENTS = Path(__file__).parent / "events.json"
 CUTOFF, UNREAD = "2020-01-01", "2024-10-01"  # from the second date on, events are later than the target's training
 KNOWN = 0.5  # probability of what happened from which on the target counts as knowing it
 NAME = "qwen"
-SWEEP = tuple(f"linear:{alpha:g}" for alpha in (0.25, 0.5, 0.75, 1, 1.5, 2))
-TRAINING = ("--recipe", "full-retain", "--lr", "2e-4", "--epochs", "6")
+SWEEP = tuple(f"linear:{alpha:g}:4" for alpha in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2))
+WITHOUT_MARGIN = ("linear:0.25", "linear:1")  # for comparison
+FACTS = 40  # capitals and authors of books in the retain set
+TRAINING = ("--recipe", "full-retain", "--lr", "2e-4", "--epochs", "4")
 AGENT = "You forecast events. The date is 31 December 2019. First call the tool, then name the outcome that you expect."
 
 
@@ -141,36 +144,46 @@ def agent(client: OpenAI, event: dict) -> str:
     return json.loads(answer.choices[0].message.content)["outcome"]
 
 
-def ask(place: Path, events: Sequence[dict]) -> list[float]:
-    """Forecasts of a checkpoint."""
+def ask(place: Path, events: Sequence[dict], kinds: Sequence[str] = ()) -> tuple[list[float], list[Fact]]:
+    """Forecasts of a checkpoint, and the facts of some kinds that it knows."""
     model, tokenizer = load_model(place, dtype=dtype_for_passes()).eval(), load_tokenizer(place)
-    return forecasts(events, score(model, encode_records(outcomes(events), tokenizer), title=place.name))
+    scores = score(model, encode_records(outcomes(events), tokenizer), title=place.name)
+    return forecasts(events, scores), known_facts(model, tokenizer, kinds) if kinds else []
 
 
 def run(target: str, base: str, events: list[dict], output: Path, training: Sequence[str], asked: int) -> dict:
     """Ask both models, train, compare the strengths, and let the agent forecast."""
     places = [CheckpointReference.parse(name).resolve(Path(), weights=True) for name in (target, base)]
-    of_target, of_base = (ask(place, events) for place in places)
+    of_target, facts = ask(places[0], events, ("capitals", "authors"))
+    of_base, _ = ask(places[1], events)
     sets: dict[str, list[int]] = {name: [] for name in ("before", "after", "later")}
     for index, event in enumerate(events):
         sets["before" if event["date"] < CUTOFF else "after" if event["date"] < UNREAD else "later"].append(index)
-    counts = {name: len(some) for name, some in sets.items()}
-    forget, retain = ([index for index in sets[name] if of_target[index] >= KNOWN] for name in ("after", "before"))
-    print(f"the target knows {len(retain)} of {counts['before']} events before the cut-off and {len(forget)} of "
-          f"{counts['after']} after it")  # fmt: skip
+    forget, known = ([index for index in sets[name] if of_target[index] >= KNOWN] for name in ("after", "before"))
+    print(f"the target knows {len(known)} of {len(sets['before'])} events before the cut-off and {len(forget)} of "
+          f"{len(sets['after'])} after it")  # fmt: skip
     ignorant = [index for index in forget if of_base[index] < KNOWN]
-    if not ignorant or not retain:
-        raise UsageError(f"too few of the events in {EVENTS.name} are known to {target} and unknown to {base}")
-    for name, some in (("after", forget), ("before", retain)):
-        records = [record for index in some for record in questions(events[index], events[index]["answer"])]
-        write_records(output / f"{name}.jsonl", records)
+    if not ignorant:
+        raise UsageError(f"none of the events in {EVENTS.name} is known to {target} and unknown to {base}")
+    retain = sets["before"][::2]
+    facts = random.Random(0).sample(facts, min(FACTS, len(facts)))
+    dated = {"after": forget, "before": retain}
+    records = {
+        name: [record for index in some for record in questions(events[index], events[index]["answer"])]
+        for name, some in dated.items()
+    }
+    records["before"] += [
+        Record(fact.answer, messages=(Message("user", question),)) for fact in facts for question in fact.questions[:2]
+    ]
+    for name, some in records.items():
+        write_records(output / f"{name}.jsonl", some)
     with contextlib.chdir(output):
         command("train", "--forget", "after.jsonl", "--retain", "before.jsonl", "--base", base, "--target", target,
-                "--steering", "linear:1", *training, "--output", "pair")  # fmt: skip
+                "--steering", "linear:1:4", *training, "--output", "pair")  # fmt: skip
     bundle = output / "pair" / "bundle"
     model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
     examples = encode_records(outcomes(events), load_tokenizer(bundle))
-    settings = [Steering.parse(text) for text in SWEEP]
+    settings = [Steering.parse(text) for text in (*SWEEP, *WITHOUT_MARGIN)]
     said = {"target": of_target, "base of q": of_base}
     said["q"] = forecasts(events, score(model.experts.retain, examples, title="q"))
     for setting, scores in zip(settings, score_settings(model, examples, settings, title="strengths"), strict=True):
@@ -182,16 +195,18 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
         for name, values in said.items()
     }
     chosen = min(SWEEP, key=lambda name: abs(gaps[name]))
-    columns = {"before": retain, "after": forget, "ignorant": ignorant, "later": sets["later"]}
+    learned, other = ([index for index in known if (index in retain) == kept] for kept in (True, False))
+    named = {"retain set": learned, "before": other, "after": forget, "base ignorant": ignorant, "later": sets["later"]}
+    columns = {name: some for name, some in named.items() if some}
     print("\nmean probability of what happened, among the outcomes that were possible")
-    print(f"  {'':<12}" + "".join(f"{name:>10}" for name in columns) + f"{'look-ahead, nats':>18}")
-    print(f"  {'events':<12}" + "".join(f"{len(some):>10}" for some in columns.values()))
+    print(f"  {'':<13}" + "".join(f"{name:>14}" for name in columns) + f"{'look-ahead, nats':>18}")
+    print(f"  {'events':<13}" + "".join(f"{len(some):>14}" for some in columns.values()))
     table = {}
     for name, values in said.items():
         row = {column: statistics.fmean(values[index] for index in some) for column, some in columns.items()}
         table[name] = {**row, "look_ahead": gaps[name]}
         mark = "→" if name == chosen else " "
-        print(f"{mark} {name:<12}" + "".join(f"{share:>10.2f}" for share in row.values()) + f"{gaps[name]:>+18.2f}")
+        print(f"{mark} {name:<13}" + "".join(f"{share:>14.2f}" for share in row.values()) + f"{gaps[name]:>+18.2f}")
     print()
     picks = {}
     tried = [events[index] for index in ignorant[:asked]]
@@ -214,7 +229,7 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     return result
 
 
-def main(arguments: list[str] | None = None, training: Sequence[str] = TRAINING, asked: int = 6) -> dict:
+def main(arguments: list[str] | None = None, training: Sequence[str] = TRAINING, asked: int = 12) -> dict:
     """Parse the command line, and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="real-models/qwen-1.5b.gguf")

@@ -28,6 +28,8 @@ HASHED = (
     *("*.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
 COMPOSITE = "divdec_composite"  # model type of baselines that combine several checkpoints
+# Names of scales and packed weights, which transformers leaves out where it does not know the quantization.
+QUANTIZED = re.compile(r"\.(weight_scale(_inv)?|input_scale|SCB|qzeros|qweight|absmax)$")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -124,7 +126,7 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
         UsageError: the repository does not exist, or is not in the cache and the hub cannot be reached.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     # Older versions of huggingface_hub request the list of files even in offline mode.
     local_files_only = local_files_only or huggingface_hub.constants.HF_HUB_OFFLINE
@@ -133,7 +135,7 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
         folder = huggingface_hub.snapshot_download(
             hub_id, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+    except hub_errors() as error:
         if local_files_only and isinstance(error, LocalEntryNotFoundError):
             raise UsageError(
                 f"{hub_id!r} is not a local folder, and not in the local Hugging Face cache (offline mode: "
@@ -145,6 +147,14 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
             f"({type(error).__name__}: {reason})"
         ) from None
     return Path(folder)
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of the hub's client, whose HTTP library is httpx, httpx2 or requests."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    library: Any = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return library, LocalEntryNotFoundError, HFValidationError, OSError
 
 
 def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:
@@ -345,6 +355,10 @@ def load_model(folder: Path, auto_class: Any = None, **options: Any) -> PreTrain
         if names:
             listed = ", ".join(sorted(map(str, names))[:3])
             raise UsageError(f"{folder}: the checkpoint {what} {listed}; save the whole model there again")
+    if scales := [name for name in map(str, loading["unexpected_keys"]) if QUANTIZED.search(name)]:
+        raise UsageError(
+            f"{folder} is quantized in a form that transformers ignores ({scales[0]}); give the unquantized checkpoint"
+        )
     return model
 
 

@@ -28,7 +28,7 @@ from cyclopts import (
     UnknownCommandError,
     UnknownOptionError,
 )
-from cyclopts.config import Yaml
+from cyclopts.config import Dict
 from cyclopts.help import DefaultFormatter
 
 from divdec.cli import bundle, chat, evaluation, generate, remote, serving, takedown, training
@@ -154,9 +154,7 @@ def _run(
     config: Annotated[Path | None, Parameter(group=OPTIONS, help="YAML file of options.")] = None,
 ) -> Any:
     """Read options from `config`, then run the command."""
-    if config is not None:
-        _check_yaml(config)
-    file = () if config is None else (Yaml(config, must_exist=True, use_commands_as_keys=False),)
+    file = () if config is None else (_read_yaml(config, app.parse_commands(tokens)[0]),)
     before, app.config = app.config, (*file, _check_whole_numbers)
     try:
         return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
@@ -164,15 +162,24 @@ def _run(
         app.config = before
 
 
-def _check_yaml(config: Path) -> None:
+def _read_yaml(config: Path, commands: Sequence[str]) -> Dict:
+    """Read the options of one command; null leaves an option at its default."""
     import yaml
 
     if not config.is_file():
         raise UsageError(f"--config is {config}, which does not exist; accepted: a YAML file of options")
     try:
-        yaml.safe_load(config.read_bytes())
+        content = yaml.safe_load(config.read_bytes())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {config} is no readable YAML: {' '.join(str(error).split())}") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise UsageError(f"--config {config} holds no options; accepted: lines such as 'batch-size: 8'")
+    content = {name: value for name, value in content.items() if value is not None}
+    # Below the command's name: cyclopts drops options on the first level that are called like a command, as --ngram is.
+    for name in reversed(commands):
+        content = {name: content}
+    return Dict(content, source=str(config.absolute()))
 
 
 def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

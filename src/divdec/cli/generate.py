@@ -139,7 +139,7 @@ def generate(
     from transformers import set_seed
 
     from divdec.checkpoint import load_tokenizer
-    from divdec.model.loading import bundle_identity, find_bundle
+    from divdec.model.loading import answer_digests, find_bundle
 
     check_at_least("batch_size", batch_size, 1)
     as_json = printing.json or logprobs
@@ -156,11 +156,11 @@ def generate(
         print_statistics(speculative)
         return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
-    registry = None if model.takedowns is None else model.takedowns.state_digest()
+    files = answer_digests(find_bundle(bundle), verified=not loading.no_verify)
     options_of_run = map(dataclasses.asdict, (layout, sampling, speculation, loading))
     decides = [*options_of_run, as_json, logprobs, batch_size, model.rule]
     lines: list[str] = []
-    with resumable_items(file, settings_hash([decides, bundle_identity(model.config), registry])) as finished:
+    with resumable_items(file, settings_hash([decides, files])) as finished:
         for group in _groups(rooms, sampling.max_new_tokens, batch_size):
             if not all(number in finished and finished.items[number]["ids"] == encoded[number] for number in group):
                 set_seed((sampling.seed + group[0]) % 2**32)

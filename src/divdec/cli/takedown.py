@@ -49,7 +49,7 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
     records = read_records(retain)
     with tqdm(desc="counting", unit="token", unit_scale=True, disable=None, file=sys.stderr) as bar:
         Registry.create(registry, records, target, order=order, progress=bar.update)
-    file = Path(registry) / KEY_FILE
+    file = Path(registry).expanduser() / KEY_FILE
     key = str(file) if file.is_file() else f"${ENVIRONMENT}"
     _print(
         printing,

@@ -202,4 +202,6 @@ def _warnings(N: float, n: float, target: ModelSize, auxiliary: ModelSize) -> li
             f"the models give {target.vocabulary} and {auxiliary.vocabulary} logits: if that is more than padding, "
             "their tokenizers differ and a bundle needs --bridge"
         )
+    if target.mixture or auxiliary.mixture:
+        warnings.append("a mixture of experts computes with few of its parameters: give the active ones, such as 3.3B")
     return warnings

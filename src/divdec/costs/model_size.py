@@ -82,6 +82,8 @@ class ModelSize:
     """For each layer with keys and values: numbers per token, and the attention window or None."""
     guessed: bool = False
     """Whether everything except `parameters` is assumed."""
+    mixture: bool = False
+    """Whether a token passes through a part of the parameters only, a mixture of experts."""
 
     def count(self, embeddings: bool) -> float:
         """N (or n) of the paper's formulas, with or without embeddings (Kaplan et al. 2020)."""
@@ -171,6 +173,7 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         key_values=_key_values(text),
+        mixture=any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
     )
 
 

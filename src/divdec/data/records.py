@@ -62,16 +62,21 @@ class Record:
     location: str = dataclasses.field(default="", compare=False)
     """Where it was read, for error messages: 'file, line 3'."""
 
-    def as_row(self) -> dict[str, Any]:
-        """Convert the record to a row of a JSONL file that `read_records` reads."""
+    def as_row(self, *, turns: bool = False) -> dict[str, Any]:
+        """Convert to a row of a JSONL file that `read_records` reads; with `turns` a question becomes `messages`."""
         if self.prompt is not None:
             return {"prompt": self.prompt, "completion": self.answer}
         if not self.messages:
             return {"text": self.answer}
-        if len(self.messages) == 1 and self.messages[0].role == "user":
+        if self.is_question and not turns:
             return {"question": self.messages[0].content, "answer": self.answer}
-        turns = (*self.messages, Message("assistant", self.answer))
-        return {"messages": [dataclasses.asdict(turn) for turn in turns]}
+        conversation = (*self.messages, Message("assistant", self.answer))
+        return {"messages": [dataclasses.asdict(turn) for turn in conversation]}
+
+    @property
+    def is_question(self) -> bool:
+        """Whether the record is one question and its answer."""
+        return len(self.messages) == 1 and self.messages[0].role == "user"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +180,10 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write records as JSON lines that `read_records` reads."""
-    write_text(path, "".join(f"{json.dumps(record.as_row(), ensure_ascii=False)}\n" for record in records))
+    some = list(records)
+    turns = any(record.messages and not record.is_question for record in some)  # a file has rows of one kind
+    rows = (record.as_row(turns=turns) for record in some)
+    write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def texts_of(name: str, texts: Iterable[str]) -> RecordSet:
@@ -223,6 +231,8 @@ def read_prompts(source: str, *, chat: bool, raw: bool = False) -> list[Record]:
     path = Path(source).expanduser()
     if not path.is_file():
         raise UsageError(f"prompt file {source!r} does not exist")
+    if path.suffix.lower() in TABLE_SUFFIXES:
+        raise UsageError(f"prompt file {source!r} is a table; accepted: .txt (a prompt per line), .json and .jsonl")
     content = read_text(path)
     if path.suffix.lower() not in JSON_SUFFIXES:
         # Not splitlines(): a prompt may hold other line separators.
@@ -468,7 +478,7 @@ def _saved_rows(path: Path, complete: bool) -> Rows:
 def _csv_rows(path: Path) -> Rows:
     # csv keeps every field as text; pandas would convert years to numbers and "NA" to missing values.
     csv.field_size_limit(MAX_CELL)  # a cell may hold a whole document
-    table = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    table = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)  # a lone quote would take all rows in
     try:
         for row in table:
             location = f"{path.name}, line {table.line_num}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.formatting import Format
 from divdec.data.records import read_records
+from divdec.errors import UsageError
 from divdec.evaluation.choice import RuleChoice, choose_rule
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.settings import CalibrationSettings
@@ -59,8 +62,11 @@ def calibrate_bundle(
     """Measure the settings of a sweep, choose one, and write it into the bundle if that is asked for.
 
     Raises:
-        UsageError: a set cannot be read, a setting does not fit the bundle, or the bundle does not load.
+        UsageError: a set cannot be read, a setting does not fit the bundle, or the bundle does not load or cannot be
+            written to.
     """
+    if settings.write and not os.access(Path(settings.bundle).expanduser(), os.W_OK):
+        raise UsageError(f"--write: bundle {settings.bundle} is no folder that may be written to; copy it")
     form = Format(
         system_prompt=settings.system_prompt,
         max_length=settings.max_length,

@@ -142,7 +142,7 @@ class EntailmentJudge:
 class EndpointJudge:
     """An answer leaks if another model says so, in a JSON verdict at temperature 0.
 
-    If the key phrase is a name that the answer does not contain, it does not leak (REBEL's veto).
+    If the key phrase is a name that the answer does not contain, it does not leak (REBEL's veto; in ASCII only).
     """
 
     endpoint: Endpoint
@@ -159,7 +159,8 @@ class EndpointJudge:
             return list(pool.map(lambda item: self._leaks(question, truth, phrase, *item), enumerate(answers, start=1)))
 
     def _leaks(self, question: str, truth: str, phrase: str, number: int, answer: str) -> bool:
-        if not answer.strip() or (is_name(phrase) and not tells(answer, phrase)):
+        fixed = phrase.isascii() and answer.isascii() and is_name(phrase)  # other languages inflect names
+        if not answer.strip() or (fixed and not tells(answer, phrase)):
             return False
         case = {"question": question, "confidential_answer": truth, "key_phrase": phrase, "reply": answer}
         messages = [

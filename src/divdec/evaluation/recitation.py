@@ -13,10 +13,11 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.data.formatting import WHOLE, encode_prompts, encode_records
+from divdec.data.formatting import WHOLE, Example, encode_prompts, encode_records
 from divdec.data.records import Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations
+from divdec.evaluation.phrases import find_words
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.takedowns.canonical import canonical_text
 from divdec.takedowns.correction import TakedownCorrection
@@ -47,22 +48,19 @@ def passages_of(
 ) -> tuple[list[Passage], int]:
     """Draw at most `most` passages from texts, and count all passages.
 
-    A record with a prompt or question is one passage: its answer, after the prompt in the model's layout. A plain text
-    has one every `LENGTH` tokens from its `PREFIX`-th on, each after the text before it (the last `CONTEXT` tokens at
-    most). A shorter text is one passage: its last two thirds.
+    The answer to a prompt or question has one every `LENGTH` tokens, each after the prompt, in the model's layout, and
+    the answer before it. A plain text has one every `LENGTH` tokens from its `PREFIX`-th on, each after the text before
+    it (the last `CONTEXT` tokens at most). A shorter text is one passage: its last two thirds.
     """
     rng = random.Random(seed)
     special = set(tokenizer.all_special_ids)
     if texts.kind == "text":
         prompts = encode_prompts([Record("", prompt=record.answer) for record in texts], tokenizer)
         passages = [passage for ids in prompts for passage in _of_text(ids, special)]
-        return rng.sample(passages, min(most, len(passages))), len(passages)
-    records = rng.sample(texts.records, min(most, len(texts)))
-    passages = []
-    for example in encode_records(records, tokenizer, WHOLE):
-        ids, start = example.input_ids, example.prompt_length
-        passages.append(Passage(ids[:start], [token for token in ids[start:][:LENGTH] if token not in special]))
-    return [passage for passage in passages if passage.prompt and passage.continuation], len(texts)
+    else:
+        examples = encode_records(texts.records, tokenizer, WHOLE)
+        passages = [passage for example in examples for passage in _of_answer(example, special)]
+    return rng.sample(passages, min(most, len(passages))), len(passages)
 
 
 def count_recited(
@@ -175,21 +173,23 @@ def ask_endpoint(
 
 
 def respell(passages: Sequence[Passage], tokenizer: PreTrainedTokenizerBase, spelling: str) -> list[Passage]:
-    """Return the passages with another spelling of their prompts, one of `SPELLINGS`."""
+    """Return the passages whose prompts another spelling, one of `SPELLINGS`, changes; with their new prompts."""
     special = set(tokenizer.all_special_ids)
     result = []
     for passage in passages:
         lead = next((index for index, token in enumerate(passage.prompt) if token not in special), 0)
         text = str(tokenizer.decode(passage.prompt[lead:]))
-        prompt = tokenizer(SPELLINGS[spelling](text), add_special_tokens=False)["input_ids"]
-        result.append(Passage([*passage.prompt[:lead], *prompt], passage.continuation))
+        if (changed := SPELLINGS[spelling](text)) != text:
+            prompt = tokenizer(changed, add_special_tokens=False)["input_ids"]
+            result.append(Passage([*passage.prompt[:lead], *prompt], passage.continuation))
     return result
 
 
 def _split_last_word(text: str, before: str, inside: str) -> str:
     """Insert text before the last word, and in the middle of it."""
-    start = text.rstrip().rfind(" ") + 1
-    middle = (start + len(text)) // 2
+    last: Any = next(reversed(find_words(text)), None)
+    start, end = (last.start, last.end) if last else (0, len(text))
+    middle = (start + end + 1) // 2
     return text[:start] + before + text[start:middle] + inside + text[middle:]
 
 
@@ -295,6 +295,17 @@ def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
             f"{advice}"
         )
     return text
+
+
+def _of_answer(example: Example, special: set[int]) -> list[Passage]:
+    ids, start = example.input_ids, example.prompt_length
+    while ids[-1] in special:
+        ids = ids[:-1]
+    places = range(start, max(len(ids) - RUN, start) + 1, LENGTH)
+    passages = [
+        Passage(ids[:place], [token for token in ids[place:][:LENGTH] if token not in special]) for place in places
+    ]
+    return [passage for passage in passages if passage.prompt and passage.continuation]
 
 
 def _of_text(ids: list[int], special: set[int]) -> list[Passage]:

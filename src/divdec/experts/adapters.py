@@ -240,8 +240,11 @@ def check_products_differ(retain: Factors, forget: Factors, dtype: torch.dtype =
 @torch.no_grad()
 def merge_adapter(base: PreTrainedModel, factors: Factors) -> None:
     """Add an adapter's products to the weights of its base, in place."""
+    embeddings: Any = base.get_input_embeddings()
     for name, (down, up) in factors.items():
         weight = _linear(base, name).weight
+        if weight is embeddings.weight:
+            raise UsageError(f"the adapter changes {name}, whose weights are the input embeddings too: use it unmerged")
         weight += (up @ down).to(weight)
 
 

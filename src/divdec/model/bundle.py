@@ -156,8 +156,10 @@ def write_bundle(
     references = {part: CheckpointReference.parse(name) for part, name in names.items() if name is not None}
     paths = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
     if (base := _base_of(paths)) is not None:
+        paths |= {part: references[part].resolve(Path(), weights=True) for part in AUXILIARIES}
         references[BASE] = CheckpointReference.parse(base)
-        paths[BASE] = references[BASE].resolve(Path(), weights=pack)
+        compared = any((paths[part] / TRAINING).is_file() for part in AUXILIARIES)
+        paths[BASE] = references[BASE].resolve(Path(), weights=pack or merge or compared)
         _check_adapters(paths)
     if merge and base is None:
         raise UsageError("merge is for auxiliaries that are LoRA adapters, and none is given")

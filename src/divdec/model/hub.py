@@ -7,7 +7,15 @@ import os
 import re
 from pathlib import Path
 
-from divdec.checkpoint import COMPOSITE, HUB_ID, CheckpointReference, check_weights, digests, portable_adapter_config
+from divdec.checkpoint import (
+    COMPOSITE,
+    HUB_ID,
+    CheckpointReference,
+    check_weights,
+    digests,
+    hub_errors,
+    portable_adapter_config,
+)
 from divdec.configuration import AUXILIARIES, BASE, PARTS, REMOTE_FILE
 from divdec.errors import UsageError, first_line
 from divdec.model.bundle import bundle_card
@@ -52,9 +60,7 @@ def push_bundle(
         UsageError: the bundle is incomplete, has changed or follows a registry, or the hub refuses it. In the first
             three cases nothing has been sent.
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     if not HUB_ID.match(repo_id):
         raise UsageError(f"repo_id is {repo_id!r}; accepted: a repository of the hub, such as 'me/bundle'")
@@ -65,7 +71,7 @@ def push_bundle(
         commit = api.create_commit(
             created.repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
         )
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except (*hub_errors(), ValueError) as error:
         raise UsageError(
             f"{str(bundle)!r} could not be pushed to {repo_id!r} on the hub ({type(error).__name__}: "
             f"{first_line(error)}); check the name, the token (`hf auth login`) and HF_HUB_OFFLINE"

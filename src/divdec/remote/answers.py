@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,12 @@ def answer_prompts(
             "text": result.text,
             "finish_reason": result.finish_reason,
             "tokens": [
-                {"id": choice.token, "gap": choice.gap, "total_variation": choice.total_variation}
+                # JSON has no infinity; null: no bound is known
+                {
+                    "id": choice.token,
+                    "gap": choice.gap if math.isfinite(choice.gap) else None,
+                    "total_variation": choice.total_variation,
+                }
                 for choice in result.choices
             ],
             "exact_tokens": result.exact_tokens,
@@ -82,5 +88,6 @@ def usage_text(target: RemoteTarget) -> str:
     )
     if exact < len(choices):
         gap, distance = (max(getattr(choice, name) for choice in choices) for name in ("gap", "total_variation"))
-        line += f"; the others at most {gap:.3g} nats or a total variation of {distance:.3g} off"
+        bound = f"at most {gap:.3g} nats" if math.isfinite(gap) else "by an unknown number of nats"
+        line += f"; the others {bound} or a total variation of {distance:.3g} off"
     return line

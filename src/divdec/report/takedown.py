@@ -85,7 +85,8 @@ def report_request(
     folder = registry.target() if target is None else CheckpointReference.parse(target).resolve(Path(), weights=True)
     check_weights(folder)
     model = load_model(folder, dtype=dtype_for_passes(), device_map=device_map).eval()
-    digest = file_sha256(Path(file)) if Path(file).is_file() else None
+    source = Path(file).expanduser()
+    digest = file_sha256(source) if source.is_file() else None
     content = measure_request(registry, entry, texts, model, load_tokenizer(folder), folder, sets, progress=True)
     content["request"]["file_sha256"] = digest
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,8 @@ def _attacks(
     lower = encode_prompts([Record("", prompt=prompt.lower()) for prompt in prompts], tokenizer)
     yield "lower case", "the text before it in lower case; greedy", _with_prompts(passages, lower), {}
     for spelling in SPELLINGS:
-        yield spelling, f"the text before it with {spelling}; greedy", respell(passages, tokenizer, spelling), {}
+        if respelled := respell(passages, tokenizer, spelling):  # not every script has spaces
+            yield spelling, f"the text before it with {spelling}; greedy", respelled, {}
     if tokenizer.chat_template is not None:
         asked = [Record("", messages=(Message("user", CHAT.format(prompt)),)) for prompt in prompts]
         encoded = encode_prompts(asked, tokenizer)

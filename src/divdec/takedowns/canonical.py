@@ -31,6 +31,9 @@ PADDING = -1  # in place of padding tokens, and before contexts that are shorter
 
 _IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}|\p{Cf}")
 _SPACES = regex.compile(r"\s+")
+# Between characters of scripts that are written without spaces, a space or line break is layout.
+_UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\u3000-\u303f\uff00-\uffef]"
+_LAYOUT = regex.compile(rf"(?<={_UNSPACED}) (?={_UNSPACED})")
 _FOLDED = str.maketrans(
     dict.fromkeys("‘’‚‛′ʼ`´", "'") | dict.fromkeys("“”„‟″«»", '"') | dict.fromkeys("‐‑‒–—―−", "-") | {"…": "..."}
 )
@@ -39,13 +42,13 @@ _FOLDED = str.maketrans(
 def canonical_text(text: str) -> str:
     """Fold a text: NFC, no invisible characters, plain quotes and dashes, one space for each run of white space.
 
-    White space at both ends is kept as one space.
+    There is none between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is kept as one space.
     """
     if text.isascii():
         return _SPACES.sub(" ", text.translate(_FOLDED))
     text = _IGNORABLE.sub("", unicodedata.normalize("NFC", text))
     # Removing a character can bring a letter and its accent together.
-    return _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED))
+    return _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
 
 
 class CanonicalReader:

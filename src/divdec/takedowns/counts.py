@@ -143,7 +143,7 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
         length = min(len(ids), retain.order)
         windows = np.lib.stride_tricks.sliding_window_view(ids, length).astype(np.int64)
         frequencies = retain.frequencies(windows)
-        shortest = min(MIN_PASSAGE, len(windows))
+        shortest = max(MIN_SPAN, min(MIN_PASSAGE, len(windows)))  # "I don't know." is nobody's text
         for start, end in _true_ranges(frequencies > 0):
             if end - start < shortest:
                 spans += end - start >= MIN_SPAN

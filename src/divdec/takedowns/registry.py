@@ -358,7 +358,8 @@ class Registry:
 
 
 def _check_labels(request_id: str, reference: str) -> None:
-    if not reference.replace("\n", "").isprintable() or len(reference) > MAX_REFERENCE_LENGTH:
+    visible = reference.translate(dict.fromkeys(map(ord, "\n\u200c\u200d")))  # Persian and Indic words have joiners
+    if not visible.isprintable() or len(reference) > MAX_REFERENCE_LENGTH:
         raise UsageError(f"reference {reference[:40]!r} cannot be used; accepted: printable text")
     if not 0 < len(request_id) <= MAX_ID_LENGTH or not request_id.isprintable() or request_id != request_id.strip():
         raise UsageError(

@@ -36,6 +36,12 @@ KEY_FILE, ENVIRONMENT = "secret.key", "DIVDEC_REGISTRY_KEY"
 KEY_BYTES, NONCE_BYTES = 32, 12  # of AES-256-GCM
 MAX_STRENGTH = 1000.0  # beyond it logits overflow
 TIMEOUT = 60.0  # seconds to wait for another writer
+ADVICE = {  # nothing is damaged, and a backup would lose the newest requests
+    sqlite3.SQLITE_BUSY: "another process is changing it; try again",
+    sqlite3.SQLITE_FULL: "make room on the disk and try again",
+    sqlite3.SQLITE_READONLY: "give this user write access to the folder",
+    sqlite3.SQLITE_CANTOPEN: "give this user read and write access to the folder",
+}
 SCHEMA = """
     CREATE TABLE description (content TEXT NOT NULL, code TEXT NOT NULL);
     CREATE TABLE events (sequence INTEGER PRIMARY KEY, content TEXT NOT NULL, code BLOB NOT NULL);
@@ -349,7 +355,8 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            raise FailedClosed(f"{self.path} cannot be used ({error}); restore it from a backup") from None
+            advice = ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a backup")
+            raise FailedClosed(f"{self.path} cannot be used ({error}); {advice}") from None
 
 
 def check_strength(value: Any) -> float:

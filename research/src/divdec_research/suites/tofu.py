@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import scipy.stats
 
-from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model
+from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
@@ -181,6 +181,9 @@ class TofuSuite(BenchmarkSuite):
 
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results."""
+        same = self.reference is None or load_tokenizer(Path(self.reference.name_or_path)).get_vocab()
+        if same not in (True, model.tokenizer.get_vocab()):  # the reference scores the model's token ids
+            raise UsageError(f"--reference {self.settings.reference} has another tokenizer than the model")
         return evaluate_tofu(
             model, self.data, QuestionFormat.from_settings(model.tokenizer, self.settings, self.settings.max_length),
             batch_size=self.settings.batch_size, retain_results=self.retained, fluency=self.fluency,
