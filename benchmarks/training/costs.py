@@ -22,7 +22,6 @@ import argparse
 import copy
 import dataclasses
 import json
-import math
 import os
 import resource
 import shutil
@@ -97,7 +96,7 @@ def python_of(checkout: Path, given: Path | None) -> Path:
     raise SystemExit(f"{checkout} has no .venv with OpenUnlearning's requirements; give --openunlearning-python")
 
 
-WAYS = ("plain", "in pieces", "in pieces, cached")
+WAYS = ("plain", "in pieces")
 
 
 def measure_step(way, given):
@@ -107,8 +106,7 @@ def measure_step(way, given):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from divdec import DivergenceForCausalLM
-    from divdec.training.distillation_loss import Distillation, plain_head
-    from divdec.training.teachers import CachedTeacher, Fingerprint, LiveTeacher
+    from divdec.training.distillation_loss import Distillation, Teacher, plain_head
 
     torch.set_num_threads(1)
 
@@ -131,17 +129,8 @@ def measure_step(way, given):
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     batch["index"] = torch.arange(given.rows)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
-    temperature, k, count = 1.5, 64, given.rows * given.answer
-    if way == "in pieces, cached":
-        # Arbitrary values; they do not change the memory.
-        cached = CachedTeacher(
-            Fingerprint("", "", "", "", temperature, k), given.vocabulary,
-            torch.arange(k, dtype=torch.int32).expand(count, k).contiguous(), torch.full((count, k), -8.0),
-            torch.full((count,), math.log1p(-k * math.exp(-8))), torch.arange(0, count + 1, given.answer),
-        )  # fmt: skip
-        objective = Distillation(cached, plain_head(student))
-    else:
-        objective = Distillation(LiveTeacher(teacher, temperature, "teacher-student"), plain_head(student))
+    temperature = 1.5
+    objective = Distillation(Teacher(teacher, temperature, "teacher-student"), plain_head(student))
     before, started = resident(), time.perf_counter()
     if way == "plain":
         with torch.no_grad():

@@ -129,7 +129,7 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
     context = parse_quantity(settings.context, "--context", least=1.0)
     epochs = settings.epochs if settings.distill_epochs is None else settings.distill_epochs
     training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
-    teachers: tuple[Teacher, ...] = ("paper", "live", "cached")
+    teachers: tuple[Teacher, ...] = ("paper", "live")
 
     def by_teacher(formula: Callable[..., float]) -> dict[Teacher, float]:
         return {teacher: formula(N, n, epochs, forget, teacher) for teacher in teachers}

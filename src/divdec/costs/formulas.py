@@ -11,7 +11,7 @@ from typing import Literal
 from divdec.errors import UsageError
 
 Recipe = Literal["forget-retain", "full-retain", "matched"]
-Teacher = Literal["paper", "live", "cached"]
+Teacher = Literal["paper", "live"]
 
 
 def compute_increase(N: float, n: float) -> float:
@@ -47,11 +47,8 @@ def distillation(N: float, n: float, epochs: float, forget_tokens: float, teache
 
     6N is the student's training step, 4n the forward passes of the auxiliaries. The teacher also runs the frozen
     target, 2N per token, which the paper's formula (`teacher` 'paper') leaves out. With 'live' it is counted, (8N +
-    4n)·e_N·d_forget, as `divdec distill` runs; with 'cached' the teacher runs once (`divdec distill --cache-teacher`),
-    (6N·e_N + 2N + 4n)·d_forget.
+    4n)·e_N·d_forget, as `divdec distill` runs.
     """
-    if teacher == "cached":
-        return (6 * N * epochs + 2 * N + 4 * n) * forget_tokens
     return (6 * N + 4 * n + (2 * N if teacher == "live" else 0)) * epochs * forget_tokens
 
 

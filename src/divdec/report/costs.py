@@ -45,8 +45,7 @@ def cost_lines(estimate: CostEstimate) -> list[str]:
         f"training both auxiliaries: {estimate.training:.3g} FLOPs",
         f"distillation: {estimate.distillation['paper']:.3g} FLOPs more; {estimate.distillation['live']:.3g} with the "
         "target's own pass, which the paper leaves out",
-        f"break-even volume {format_quantity(edges['paper'])} tokens; {format_quantity(edges['live'])} with that pass, "
-        f"{format_quantity(edges['cached'])} with a cached teacher",
+        f"break-even volume {format_quantity(edges['paper'])} tokens; {format_quantity(edges['live'])} with that pass",
         f"memory, target + both auxiliaries: weights {memory_of('weights')} (with two adapters "
         f"half of the second), cache per request {memory_of('cache_per_request')}, "
         f"per token {memory_of('cache_per_token')}",

@@ -42,7 +42,8 @@ _FOLDED = str.maketrans(
 def canonical_text(text: str) -> str:
     """Fold a text: NFC, no invisible characters, plain quotes and dashes, one space for each run of white space.
 
-    There is none between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is kept as one space.
+    There is none between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is
+    kept as one space.
     """
     if text.isascii():
         return _SPACES.sub(" ", text.translate(_FOLDED))

@@ -41,19 +41,17 @@ from divdec.options import read_template_kwargs
 from divdec.runs import (
     RECORD,
     RunFolder,
-    cache_folder,
     check_output,
     output_folder,
     read_json,
     read_record,
     record,
-    settings_hash,
     write_json,
     write_text,
 )
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.distillation_loss import Distillation, Pieces, plain_head, predicting, sum_over_positions
+from divdec.training.distillation_loss import Distillation, Pieces, Teacher, plain_head, predicting, sum_over_positions
 from divdec.training.fine_tuning import fine_tune, uses_bfloat16
 from divdec.training.inputs import (
     Collator,
@@ -65,16 +63,6 @@ from divdec.training.inputs import (
     sample_indices,
 )
 from divdec.training.settings import DistillationSettings
-from divdec.training.teachers import (
-    FILE,
-    CachedTeacher,
-    Fingerprint,
-    LiveTeacher,
-    check_cache,
-    check_k,
-    load_cache,
-    write_cache,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -120,24 +108,14 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
     settings, state = job.settings, PartialState()
     dtype = dtype_for_passes()
     model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype=dtype).requires_grad_(False)
-    teacher = LiveTeacher(model, settings.temperature, settings.direction)
+    teacher = Teacher(model, settings.temperature, settings.direction)
     student = load_for_training(job.start)
     student.to(state.device)  # pyright: ignore[reportArgumentType]
     head = plain_head(student)
-    cached = _cached_teacher(job, teacher, report)
-    metrics = DistillationMetrics(
-        teacher, head, job.tokenizer, job.sets, settings.batch_size, cached is not None,
-        uses_bfloat16(settings.training(), student),
-    )  # fmt: skip
+    bfloat16 = uses_bfloat16(settings.training(), student)
+    metrics = DistillationMetrics(teacher, head, job.tokenizer, job.sets, settings.batch_size, bfloat16)
     before, after = metrics.measure(student), Figures()
     report(_summarize("student before", before))
-    error = None
-    if cached is not None:
-        error = metrics.cache_error(cached, student, job.examples)
-        report(
-            f"teacher cache: the loss is {error['cached']:.4f} by it, {error['exact']:.4f} by the teacher itself; "
-            f"{error['rest']:.2%} of the teacher's probability lies beyond the {settings.cache_teacher} cached tokens"
-        )
     epochs: list[dict[str, Any]] = read_json(work / EPOCHS) if (work / EPOCHS).is_file() else []
 
     def measure_epoch(model: PreTrainedModel, epoch: int) -> None:
@@ -155,7 +133,7 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
         work,
         title="student",
         measure=False,  # it would hold whole logits
-        objective=Distillation(cached or teacher, head),
+        objective=Distillation(teacher, head),
         on_epoch=measure_epoch if settings.evaluate_each_epoch else None,
         on_end=lambda model: after.update(metrics.measure(model)),
     )
@@ -171,7 +149,6 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
         before=before,
         after=after,
         epochs=epochs if settings.evaluate_each_epoch else None,
-        teacher_cache=error,
     )
     if state.is_main_process:
         _save(job, student, content)
@@ -190,15 +167,13 @@ def distance_closed(before: Figures, after: Figures) -> float:
 class DistillationMetrics:
     """Compares students with one teacher on fixed samples of fixed sets."""
 
-    teacher: LiveTeacher
+    teacher: Teacher
     head: nn.Linear | None
     """The student's output layer, or None; see `divdec.training.distillation_loss.plain_head`."""
     tokenizer: PreTrainedTokenizerBase
     sets: Mapping[str, Sequence[Example]]
     """By role: 'forget', 'retain'."""
     batch_size: int
-    offload: bool
-    """Move the teacher to the CPU between measurements, because training does not use it."""
     bfloat16: bool = False
     """Run the student in bfloat16, as in training."""
 
@@ -211,20 +186,6 @@ class DistillationMetrics:
             kl, student, teacher_entropy = (sums / count).tolist()
             result[role] = {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher_entropy}
         return result
-
-    def cache_error(
-        self, cached: CachedTeacher, model: PreTrainedModel, examples: Sequence[Example]
-    ) -> dict[str, float]:
-        """Compare a cache with the teacher on a sample of its examples.
-
-        Returns:
-            The loss per labelled token with the teacher (`exact`) and with the cache (`cached`, not larger except for
-            rounding), and the mean probability of the lumped tokens (`rest`).
-        """
-        cached.to(model.device)
-        exact, count = self._sums(model, examples, self.teacher.pieces)
-        lumped, _ = self._sums(model, examples, cached.pieces)
-        return {"exact": float(exact) / count, "cached": float(lumped) / count, "rest": cached.mean_rest}
 
     def _sums(
         self, model: PreTrainedModel, examples: Sequence[Example], pieces: Callable[[Mapping[str, Tensor]], Pieces]
@@ -239,8 +200,6 @@ class DistillationMetrics:
             with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=self.bfloat16):
                 sums.append(sum_over_positions(model, self.head, batch, pieces(batch)).double().cpu())
             count += int(predicting(batch["labels"]).sum())
-        if self.offload:
-            self.teacher.to(torch.device("cpu"))
         model.train(was_training)
         return torch.stack(sums).sum(dim=0), count
 
@@ -292,24 +251,6 @@ class DistillationJob:
             "start files": digests(self.start),
         }
 
-    @property
-    def cache(self) -> tuple[Path, Fingerprint] | None:
-        """Path and fingerprint of the teacher's cache, if the settings ask for one."""
-        if self.settings.cache_teacher is None:
-            return None
-        fingerprint = Fingerprint(
-            bundle=self.identity,
-            steering=settings_hash(self.steering.to_dict()),
-            forget_set=self.forget.sha256,
-            layout=settings_hash([(example.input_ids, example.labels) for example in self.examples]),
-            temperature=self.settings.temperature,
-            k=self.settings.cache_teacher,
-        )
-        folder = self.settings.teacher_cache
-        return (
-            Path(folder).expanduser() if folder else cache_folder() / "teachers" / settings_hash(fingerprint)
-        ) / FILE, fingerprint
-
 
 def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> DistillationJob:
     """Check all inputs before a model is loaded.
@@ -355,14 +296,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
         if records is not None:
             report_set(role, records, report)
             sets[role] = encode(records, tokenizer, form, report)
-    job = DistillationJob(settings, output, bundle, config, steering, start, target, tokenizer, forget, retain, sets)
-    if job.cache is not None:
-        path, fingerprint = job.cache
-        if path.resolve().is_relative_to(output.resolve()):
-            raise UsageError(f"--teacher-cache {path.parent} lies in the output folder; give another folder")
-        if path.is_file():
-            check_cache(path, fingerprint)
-    return job
+    return DistillationJob(settings, output, bundle, config, steering, start, target, tokenizer, forget, retain, sets)
 
 
 def _check_teacher(config: DivergenceConfig, steering: Steering, settings: DistillationSettings) -> None:
@@ -379,8 +313,6 @@ def _check_teacher(config: DivergenceConfig, steering: Steering, settings: Disti
             "the bundle follows a registry of takedown requests, which may change while the student learns; count the "
             "texts as n-grams (divdec ngram) and distil from a bundle of these"
         )
-    if settings.cache_teacher is not None:
-        check_k(settings.cache_teacher, config.vocab_size)
 
 
 def _resolve_student(reference: str, tokenizer: PreTrainedTokenizerBase, config: DivergenceConfig) -> Path:
@@ -397,22 +329,6 @@ def _resolve_student(reference: str, tokenizer: PreTrainedTokenizerBase, config:
 def _is_run(folder: Path) -> bool:
     """Whether a folder holds a student or an unfinished run, which a new one may replace."""
     return (read_record(folder) or {}).get("verb") == "distill"
-
-
-def _cached_teacher(job: DistillationJob, teacher: LiveTeacher, report: Callable[[str], None]) -> CachedTeacher | None:
-    """Load the teacher's cache, after writing it if it does not exist; None if the settings ask for none."""
-    if job.cache is None:
-        return None
-    path, fingerprint = job.cache
-    state = PartialState()
-    exists = path.is_file()
-    state.wait_for_everyone()
-    if not exists and state.is_main_process:
-        device: Any = state.device
-        write_cache(teacher.to(device), job.tokenizer, job.examples, fingerprint, path, job.settings.batch_size)
-    state.wait_for_everyone()
-    report(f"teacher cache: {'taken from' if exists else 'written to'} {path}")
-    return load_cache(path, fingerprint, job.settings.direction)
 
 
 def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any]) -> None:

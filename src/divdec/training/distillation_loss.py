@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,10 +23,19 @@ from divdec.data.formatting import IGNORED
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from divdec.model.modeling import DivergenceForCausalLM
+
 Direction = Literal["teacher-student", "student-teacher"]
 Pieces = Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]
 """Indices of some labelled positions, and a function from the student's logits there to one loss, or several figures,
 for each. Every labelled position is in one piece."""
+PIECE_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Number of logits in a piece: 64 MB of float32 on a CPU, 512 MB on a GPU."""
+
+
+def positions_per_piece(device: torch.device, vocab_size: int) -> int:
+    """Default number of positions in a piece."""
+    return max(1, PIECE_LOGITS.get(device.type, PIECE_LOGITS["cuda"]) // vocab_size)
 
 
 def predicting(labels: Int[Tensor, "batch tokens"]) -> Bool[Tensor, "batch tokens"]:
@@ -56,38 +65,6 @@ def divergence(
     return temperature**2 * _kl(log_teacher, log_student, direction)
 
 
-def lumped_divergence(
-    student_logits: Float[Tensor, "some width"],
-    tokens: Int[Tensor, "some k"],
-    log_teacher: Float[Tensor, "some k"],
-    log_rest: Float[Tensor, " some"],
-    vocab_size: int,
-    temperature: float,
-    direction: Direction,
-) -> Float[Tensor, " some"]:
-    """T²·KL from the teacher's probabilities of k tokens, with all other tokens lumped into one outcome.
-
-    This is a lower bound of `divergence`, and equal to it for k = vocab: lumping can only make a KL smaller (the
-    data-processing inequality; Cover and Thomas, Elements of Information Theory, section 2.8).
-
-    Args:
-        student_logits: of any floating dtype.
-        tokens: the k tokens of each position.
-        log_teacher: their log-probabilities under the teacher, at temperature T.
-        log_rest: log-probability of all other tokens; not used for k = vocab.
-        vocab_size: size of the teacher's vocabulary.
-        temperature: T.
-        direction: see `divergence`.
-    """
-    log_student = (student_logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
-    known = log_student.gather(-1, tokens)
-    if tokens.shape[-1] < vocab_size:
-        rest = log_student.scatter(-1, tokens, -math.inf).logsumexp(dim=-1, keepdim=True)
-        known = torch.cat([known, rest], dim=-1)
-        log_teacher = torch.cat([log_teacher, log_rest[:, None]], dim=-1)
-    return temperature**2 * _kl(log_teacher, known, direction)
-
-
 def _kl(
     log_teacher: Float[Tensor, "some outcomes"], log_student: Float[Tensor, "some outcomes"], direction: Direction
 ) -> Float[Tensor, " some"]:
@@ -96,17 +73,79 @@ def _kl(
     return (p.exp() * (p - q)).sum(dim=-1)
 
 
-@runtime_checkable
-class Teacher(Protocol):
-    """Source of the loss at the labelled positions of a batch."""
+@dataclasses.dataclass
+class Teacher:
+    """Runs the steered model on every batch, for the loss at its labelled positions."""
 
-    def to(self, device: torch.device) -> object:
-        """Move the models and tensors of the teacher."""
-        ...
+    model: DivergenceForCausalLM
+    temperature: float
+    direction: Direction
+    positions: int | None = None
+    """Positions in a piece; see `positions_per_piece`."""
+
+    def to(self, device: torch.device) -> Teacher:
+        """Move the steered model."""
+        self.model.to(device)  # pyright: ignore[reportArgumentType]
+        return self
 
     def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """Functions that return T²·KL, one piece at a time; `batch` has the `index` of each example."""
-        ...
+        """Functions that return T²·KL, one piece at a time."""
+
+        def loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+            teacher_logits = teacher_logits.to(student_logits.device)
+            return divergence(student_logits, teacher_logits, self.temperature, self.direction)
+
+        for indices, logits in self.logits(batch):
+            yield indices, functools.partial(loss, teacher_logits=logits)
+
+    def figures(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """Functions that return T²·KL, the student's cross entropy and the teacher's."""
+        labels = batch["labels"][:, 1:][predicting(batch["labels"])[:, :-1]]
+        cross_entropy = functools.partial(nn.functional.cross_entropy, reduction="none")
+
+        def figures(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> Tensor:
+            teacher_logits, labels = teacher_logits.to(student_logits.device), labels.to(student_logits.device)
+            kl = divergence(student_logits, teacher_logits, self.temperature, self.direction)
+            losses = cross_entropy(student_logits.float(), labels), cross_entropy(teacher_logits, labels)
+            return torch.stack([kl, *losses], dim=-1)
+
+        for indices, logits in self.logits(batch):
+            yield (indices, functools.partial(figures, teacher_logits=logits, labels=labels[indices.to(labels.device)]))
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Float[Tensor, "some vocab"]]]:
+        """Yield indices of labelled positions, and the steered logits there.
+
+        If the logits exceed one piece, the model reads a few columns at a time and continues from its cache.
+
+        Raises:
+            FailedClosed: the experts' divergence is not finite.
+        """
+        ids, attention, mask = batch["input_ids"], batch["attention_mask"], predicting(batch["labels"])
+        columns = mask.any(dim=0).nonzero()[:, 0].tolist()
+        if not columns:
+            return
+        indices = (mask.flatten().cumsum(dim=0) - 1).view_as(mask)
+        first, end = columns[0], columns[-1] + 1
+        positions = self.positions or positions_per_piece(self.model.device, self.model.vocab_size)
+        width = max(1, positions // len(ids))
+        cache = self.model.new_cache() if end - first > width else None
+        steering, eligible = self.model.steering, self.model.steering.eligible(self.model.vocab_size)
+        read = 0
+        for start in range(first, end, width):
+            stop = min(start + width, end)
+            piece = mask[:, start:stop]
+            # The student may run under autocast; the teacher keeps its own precision.
+            with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+                target, added = self.model.components(
+                    ids[:, read:stop], attention[:, :stop], None, cache, logits_to_keep=stop - start
+                )
+                where = piece.to(target.device)
+                logits = steering.apply(target[where], added[where], eligible)
+                del target, added
+            read = stop
+            if len(logits):
+                yield indices[:, start:stop][piece], logits
+            del logits
 
 
 @dataclasses.dataclass

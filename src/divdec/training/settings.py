@@ -169,12 +169,6 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
     """Date for chat templates that contain a date. By default the template's date."""
     init_student: str | None = None
     """Checkpoint to start from instead of the bundle's target, such as the student of an earlier forget request."""
-    cache_teacher: Annotated[int | None, RARE] = None
-    """Cache the teacher's top-K log-probabilities at each position, for this run and later ones. The loss is then a
-    lower bound of the exact loss; run.json records the difference."""
-    teacher_cache: Annotated[str | None, RARE] = None
-    """Folder for --cache-teacher. By default a folder in the user's cache. The cache reveals the forget set: delete it
-    after use."""
     evaluate_each_epoch: Annotated[bool, RARE] = False
     """Measure KL to the teacher and cross entropy after every epoch, on forget and retain set."""
 
@@ -186,10 +180,6 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
         check_at_least("rehearse", self.rehearse, 0)
         if self.rehearse and self.retain is None:
             raise UsageError(f"--rehearse {self.rehearse} needs the retain set: give it with --retain")
-        if self.cache_teacher is not None:
-            check_at_least("cache_teacher", self.cache_teacher, 1)
-        if self.teacher_cache is not None and self.cache_teacher is None:
-            raise UsageError("--teacher-cache is the folder of a cache: give --cache-teacher K with it")
 
     def training(self) -> TrainingSettings:
         """Return the settings of the student's fine-tuning."""

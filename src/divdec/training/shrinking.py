@@ -27,11 +27,17 @@ from divdec.data.records import read_records
 from divdec.errors import Interrupted, UsageError, first_line
 from divdec.evaluation.samples import sample_records
 from divdec.runs import RECORD, check_one_process, check_output, output_folder, read_record, record, write_json
-from divdec.training.distillation_loss import Distillation, Pieces, divergence, plain_head, predicting
+from divdec.training.distillation_loss import (
+    Distillation,
+    Pieces,
+    divergence,
+    plain_head,
+    positions_per_piece,
+    predicting,
+)
 from divdec.training.fine_tuning import fine_tune, uses_bfloat16
 from divdec.training.inputs import Collator, limit_length, model_inputs, report_set, resolve_trainable
 from divdec.training.settings import ShrinkSettings, TrainingSettings
-from divdec.training.teachers import positions_per_piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
