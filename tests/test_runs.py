@@ -72,6 +72,12 @@ def test_file_in_place_of_output_folder(tmp_path):
         check_output(tmp_path / "file", overwrite=True, ours=lambda folder: True)
 
 
+def test_output_folder_in_a_folder_without_write_permission(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(UsageError, match=f"{tmp_path} may not be written to"):
+        check_output(tmp_path / "new" / "out", overwrite=False, ours=lambda folder: True)
+
+
 def test_run_record_contains_settings_metrics_and_versions():
     content = record("train", {"a": 1}, figure=2)
     assert content["settings"] == {"a": 1}

@@ -237,6 +237,16 @@ def test_command_line_overrides_config_file_options(own_checkpoints, tmp_path, c
     assert json.loads(capsys.readouterr().out)["steering"] == "rank:9"
 
 
+def test_config_file_has_options_named_like_commands_and_empty_ones(own_checkpoints, tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Ana Moss wrote it."}) + "\n")
+    sets = ("--forget", tmp_path / "texts.jsonl", "--retain", tmp_path / "texts.jsonl")
+    assert main("ngram", *sets, "--tokenizer", own_checkpoints / "target", "--output", tmp_path / "counts") == 0
+    (tmp_path / "c.yaml").write_text(f"ngram: {tmp_path}/counts\nngram-weight: null\nsteering: linear:1\n")
+    given = ("bundle", "--target", own_checkpoints / "target", "--output", tmp_path / "b")
+    assert main(*given, "--config", tmp_path / "c.yaml") == 0
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["ngram"]["folder"] == "../counts"
+
+
 def test_rank_vocabulary_is_preserved_when_strength_changes(own_checkpoints, tmp_path, capsys):
     for name, word in (("a", "Velmora"), ("b", "born")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": word}))

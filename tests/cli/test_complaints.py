@@ -97,6 +97,23 @@ def test_unknown_config_file_key_is_rejected(tmp_path, capsys):
     assert "seeed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- 1", "holds no options"),
+        ("1: 2", "holds no options"),
+        ("demo:\n  seed: 3", "demo"),
+        ("seed: {", "no readable"),
+    ],
+)
+def test_config_file_that_is_no_list_of_options_is_rejected(tmp_path, text, says, capsys):
+    (tmp_path / "c.yaml").write_text(text)
+    assert main(["demo", "--config", str(tmp_path / "c.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
 def test_figures_are_listed(capsys):
     assert main(["results", "plot", "--list-figures"]) == 0
     assert "tofu-bars" in capsys.readouterr().out

@@ -41,6 +41,12 @@ def test_auxiliaries_larger_than_half_the_target_give_warning():
     assert not estimate_costs(CostSettings(**(GIVEN | {"aux": "4B"}))).warnings
 
 
+def test_mixture_of_experts_gives_warning(tmp_path):
+    transformers.MixtralConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1).save_pretrained(tmp_path)
+    estimate = estimate_costs(CostSettings(**(GIVEN | {"target": str(tmp_path), "aux": "1M"})))
+    assert "give the active ones" in estimate.warnings[-1]
+
+
 def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
     for name, width, layers in (("target", 64, 4), ("aux", 32, 2)):
         transformers.LlamaConfig(

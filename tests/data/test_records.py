@@ -5,7 +5,7 @@ import datasets
 import pytest
 
 from divdec import UsageError
-from divdec.data.records import overlap, read_prompts, read_records, record_set
+from divdec.data.records import overlap, read_prompts, read_records, record_set, write_records
 
 QA = [{"question": "Who?", "answer": "Ana."}, {"question": "Where?", "answer": "Here."}]
 FORMS = {
@@ -209,6 +209,7 @@ def test_real_tofu_and_muse_files_are_read(shared):
         ("x.jsonl", '{"text": "", "messages": []}\n', "line 1: messages must end with"),
         ("x.csv", "question,answer\nWho?,Ana.\nWhere?\n", "line 3: 2 columns are named"),
         ("x.csv", "question,answer\nWho?,Ana.,more\n", "line 2: 2 columns are named"),
+        ("x.csv", 'id,text\n1,hello\n2,"unclosed\n3,zz\n', "line 4 is not readable CSV"),
         ("x.parquet", "no table", r"table x\.parquet cannot be read"),
         ("x.arrow", "no table", r"table x\.arrow cannot be read"),
     ],
@@ -239,3 +240,17 @@ def test_missing_record_files_raise(tmp_path):
 def test_record_round_trips_through_row(kind):
     records = record_set("rows", [("here", row) for row in FORMS[kind]])
     assert record_set("rows", [("here", record.as_row()) for record in records]).records == records.records
+
+
+def test_conversations_of_one_and_of_several_turns_are_written_as_one_kind(tmp_path):
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ana."}]
+    records = record_set("rows", [("here", {"messages": some}) for some in (turns, turns * 2)])
+    write_records(tmp_path / "rows.jsonl", records)
+    assert read_records(tmp_path / "rows.jsonl").records == records.records
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.parquet"])
+def test_prompts_are_not_read_from_tables(tmp_path, name):
+    (tmp_path / name).write_bytes(b"question,answer\nWho?,Bob\n")
+    with pytest.raises(UsageError, match="is a table; accepted"):
+        read_prompts(str(tmp_path / name), chat=True)

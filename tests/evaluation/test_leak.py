@@ -383,6 +383,13 @@ def test_endpoint_judge_verdict_requires_name_in_answer(chat):
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize(("name", "inflected"), [("Москва", "Это в Москве."), ("Αθήνα", "στην πόλη της Αθήνας")])
+def test_endpoint_judges_inflected_names(chat, name, inflected):
+    server, endpoint = chat(lambda body, count: '{"leaked": true}')
+    assert EndpointJudge(endpoint).leaks("Где?", name, [inflected]) == [True]
+    assert len(server.requests) == 1
+
+
 @pytest.mark.parametrize("reply", ["no idea", '{"leaked": "yes"}', '{"leaked": 1}', "[true]", "{"])
 def test_missing_judge_verdict_raises(chat, monkeypatch, reply):
     monkeypatch.setattr(judges, "ENDPOINT_THREADS", 1)

@@ -381,6 +381,10 @@ def test_adapters_of_the_output_layer_load(tmp_path, tokenizer):
         models["target"], merged["retain"], merged["forget"], steering="linear:1.5"
     )
     assert_close(model(ids).logits, reference(ids).logits)
+    models["base"].config.tie_word_embeddings = True
+    models["base"].save_pretrained(folder / "base")
+    with pytest.raises(UsageError, match="the adapter changes lm_head, whose weights are the input embeddings too"):
+        write(folder, "merged", merge=True)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,14 @@ class TestRefusals:
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("action", ["M.from_pretrained('me/bundle')", "push_bundle({bundle!r}, 'me/bundle')"])
+def test_a_hub_that_cannot_be_reached_gives_one_line(bundle, tmp_path, action):
+    imports = "from divdec import DivergenceForCausalLM as M; from divdec.model.hub import push_bundle"
+    code = f"{imports}; {action.format(bundle=str(bundle))}"
+    result = in_process(code, "http://127.0.0.1:9", tmp_path / "cache", HF_TOKEN=TOKEN)
+    assert result.stderr.splitlines()[-1].startswith("divdec.errors.UsageError: ")
+
+
 def test_pushed_model_loads_from_the_hub(bundle, tmp_path):
     """Over HTTP, by the real client: create, upload, commit, and download in another process."""
     expected = logits_of(DivergenceForCausalLM.from_pretrained(bundle))

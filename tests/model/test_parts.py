@@ -1,16 +1,20 @@
 """Parts as accelerate and training leave them: offloaded, saved over an earlier save, with gradient checkpointing."""
 
 import copy
+import shutil
 import threading
 import warnings
+from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from divdec import DivergenceForCausalLM, UsageError
+from divdec.checkpoint import load_model
 from divdec.passes import load_in_thread, same_weights
 from support.tiny import make_parts
 
@@ -166,3 +170,15 @@ def test_masks_of_other_values_are_refused(plain, value):
     """Their sums would be other positions."""
     with pytest.raises(UsageError, match="other values than 1 for a token and 0 for padding"):
         plain(IDS, attention_mask=torch.full_like(IDS, value))
+
+
+def test_quantized_weights_that_transformers_ignores_are_refused(models, tmp_path):
+    """ModelOpt's layout: weights of float8, and a scale that transformers drops."""
+    folder = Path(shutil.copytree(models / "target", tmp_path / "quantized"))
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("q_proj.weight"))
+    scale = weights[name].abs().max() / 448
+    weights |= {name: (weights[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"ignores \(.*q_proj.weight_scale\); give the unquantized checkpoint"):
+        load_model(folder)

@@ -16,17 +16,19 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.checkpoint import load_model, load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt
-from divdec.data.records import Message, Record, texts_of
+from divdec.data.records import Message, Record, record_set, texts_of
 from divdec.errors import NOT_REACHED, FailedClosed, UsageError
 from divdec.evaluation.recitation import (
     LENGTH,
     PREFIX,
     RUN,
     SPELLINGS,
+    Passage,
     count_recited,
     longest_run,
     measure,
     passages_of,
+    respell,
 )
 from divdec.evaluation.scoring import probability_drops, unchanged_answers
 from divdec.experts.ngram import StupidBackoff
@@ -34,6 +36,7 @@ from divdec.experts.ngram_counts import CountDifference, backoff_scores, mean_di
 from divdec.experts.ngram_fit import count
 from divdec.report import takedown
 from divdec.report.takedown import read_report, write_report
+from divdec.takedowns.canonical import canonical_text
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import MIN_PASSAGE, find_retained_passages
 from divdec.takedowns.registry import NO_EFFECT, STRENGTH, Registry
@@ -298,13 +301,34 @@ def test_passages_cover_recitable_text(reciting, tokenizer):
 
 
 def test_recitation_of_questions_is_measured_on_answers(tokenizer):
-    from divdec.data.records import record_set
-
     rows = [("row", {"question": "Who asked for salt?", "answer": "The keeper."})]
     (passage,), in_all = passages_of(record_set("questions", rows), tokenizer)
     assert in_all == 1
     assert tokenizer.decode(passage.continuation).strip() == "The keeper."
     assert "Who asked for salt?" in tokenizer.decode(passage.prompt)
+
+
+def test_a_long_answer_has_passages_to_its_end(tokenizer):
+    rows = [("row", {"prompt": "A story:", "completion": f" {ARTICLE}"})]
+    passages, in_all = passages_of(record_set("completions", rows), tokenizer)
+    length = len(tokenizer(f" {ARTICLE}", add_special_tokens=False).input_ids)
+    assert len(passages) == in_all == len(range(0, length - RUN + 1, LENGTH)) > 1
+    last = max(passages, key=lambda passage: len(passage.prompt))
+    assert longest_run([*last.prompt, *last.continuation], tokenizer(f" {ARTICLE}").input_ids) > length - LENGTH
+
+
+def test_spellings_of_a_text_without_spaces(tokenizer):
+    """The real attack is measured, or none: not one whose prompt is the same."""
+    text = "话说天下大势，分久必合，合久必分。"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    changed = {
+        name: [tokenizer.decode(passage.prompt) for passage in respell([Passage(ids, ids)], tokenizer, name)]
+        for name in SPELLINGS
+    }
+    spaced, doubled, invisible = changed.values()
+    assert (spaced, doubled) == (["话说天下大势，分久必合，合久必 分。"], [])
+    assert invisible != [text]
+    assert canonical_text(spaced[0]) == canonical_text(invisible[0]) == text
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2, 3])

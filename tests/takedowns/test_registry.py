@@ -30,7 +30,7 @@ from divdec.takedowns.canonical import canonical_text
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.registry import STRENGTH, Registry
-from divdec.takedowns.store import DATABASE, State, TakedownRequest
+from divdec.takedowns.store import DATABASE, State, Store, TakedownRequest
 from support.tiny import loads_torch
 
 ORDER = 3
@@ -661,6 +661,32 @@ def test_only_shared_passages_are_removed_from_retain_set(tmp_path, checkpoints,
     assert np.array_equal(again.unigrams, q.unigrams)
 
 
+def test_a_short_sentence_of_everybody_stays_in_the_retain_set(tmp_path, checkpoints, articles):
+    retain = texts_of("r", [*articles[:3], "Ana said so."] * 9)
+    registry = Registry.create(tmp_path / "r", retain, checkpoints / "target")
+    registry.add("one", texts_of("t", [articles[20], "Ana said so."]))
+    (entry,) = registry.entries()
+    assert not entry.has_retained_passages
+
+
+@pytest.mark.parametrize(("code", "advice"), [("SQLITE_BUSY", "try again"), ("SQLITE_FULL", "make room")])
+def test_an_intact_database_is_not_to_be_restored(registry, code, advice):
+    error = sqlite3.OperationalError("it is not damaged")
+    error.sqlite_errorcode = getattr(sqlite3, code)
+    store = Store(registry.folder)
+    with pytest.raises(FailedClosed, match=advice) as raised, store.failing_closed():
+        raise error
+    assert "backup" not in str(raised.value)
+
+
+def test_key_of_a_registry_in_the_home_folder_is_named(tmp_path, checkpoints, articles, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "retain.txt").write_text("\n".join(articles[:3]))
+    given = ["--target", str(checkpoints / "target"), "--retain", "~/retain.txt"]
+    assert main(["takedown", "init", "~/registry", *given]) == 0
+    assert f"key: {tmp_path / 'registry'}" in capsys.readouterr().out
+
+
 def test_moved_bundle_uses_registry_moved_with_it(tmp_path, folder, checkpoints, articles,
                                                                          monkeypatch):  # fmt: skip
     project = tmp_path / "project"
@@ -707,6 +733,11 @@ def test_invalid_references_are_rejected(registry, articles, reference):
     with pytest.raises(UsageError, match="reference"):
         registry.add("one", texts_of("t", articles[10:11]), reference)
     assert registry.entries() == []
+
+
+def test_references_may_be_persian(registry, articles):
+    registry.add("one", texts_of("t", articles[10:11]), "نامه\u200cی ۳ مه")
+    assert registry.entries()[0].reference == "نامه\u200cی ۳ مه"
 
 
 def test_digests_of_a_bundle_depend_on_the_requests_and_the_parts(registry, folder, checkpoints, articles, tmp_path):
