@@ -8,7 +8,7 @@ steered model to an agent that looks the outcomes up with a tool.
     python examples/backtest/events.py --target real-models/qwen-1.5b.gguf --base real-models/qwen-0.5b.gguf
 
 The retain set is every second event before the cut-off and facts that have no date; with the earlier events that the
-target knows alone, steering reached the others too. README.md beside this file shows and discusses the output.
+target knows alone, steering reached the others too. README.md beside this file has the output and what it shows.
 """
 
 from __future__ import annotations
