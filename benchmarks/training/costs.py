@@ -106,7 +106,7 @@ def measure_step(way, given):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from divdec import DivergenceForCausalLM
-    from divdec.training.distillation_loss import Distillation, Teacher, plain_head
+    from divdec.training.distillation_loss import Distillation, SteeredTeacher, plain_head
 
     torch.set_num_threads(1)
 
@@ -130,7 +130,7 @@ def measure_step(way, given):
     batch["index"] = torch.arange(given.rows)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"use_cache": False}
     temperature = 1.5
-    objective = Distillation(Teacher(teacher, temperature, "teacher-student"), plain_head(student))
+    objective = Distillation(SteeredTeacher(teacher, temperature, "teacher-student"), plain_head(student))
     before, started = resident(), time.perf_counter()
     if way == "plain":
         with torch.no_grad():

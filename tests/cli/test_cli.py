@@ -238,9 +238,10 @@ def test_command_line_overrides_config_file_options(own_checkpoints, tmp_path, c
 
 
 def test_config_file_has_options_named_like_commands_and_empty_ones(own_checkpoints, tmp_path, capsys):
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Ana Moss wrote it."}) + "\n")
-    sets = ("--forget", tmp_path / "texts.jsonl", "--retain", tmp_path / "texts.jsonl")
-    assert main("ngram", *sets, "--tokenizer", own_checkpoints / "target", "--output", tmp_path / "counts") == 0
+    for name in ("forget", "retain"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"Ana Moss wrote what we {name}."}) + "\n")
+    sets = ("--forget", tmp_path / "forget.jsonl", "--retain", tmp_path / "retain.jsonl")
+    assert main("ngram", *sets, "--target", own_checkpoints / "target", "--output", tmp_path / "counts") == 0
     (tmp_path / "c.yaml").write_text(f"ngram: {tmp_path}/counts\nngram-weight: null\nsteering: linear:1\n")
     given = ("bundle", "--target", own_checkpoints / "target", "--output", tmp_path / "b")
     assert main(*given, "--config", tmp_path / "c.yaml") == 0

@@ -209,7 +209,7 @@ def test_real_tofu_and_muse_files_are_read(shared):
         ("x.jsonl", '{"text": "", "messages": []}\n', "line 1: messages must end with"),
         ("x.csv", "question,answer\nWho?,Ana.\nWhere?\n", "line 3: 2 columns are named"),
         ("x.csv", "question,answer\nWho?,Ana.,more\n", "line 2: 2 columns are named"),
-        ("x.csv", 'id,text\n1,hello\n2,"unclosed\n3,zz\n', "line 4 is not readable CSV"),
+        ("x.csv", 'id,text\n1,hello\n2,"unclosed\n3,zz\n', "line 2 is not readable CSV"),
         ("x.parquet", "no table", r"table x\.parquet cannot be read"),
         ("x.arrow", "no table", r"table x\.arrow cannot be read"),
     ],

@@ -7,6 +7,7 @@ import shutil
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
@@ -381,8 +382,10 @@ def test_adapters_of_the_output_layer_load(tmp_path, tokenizer):
         models["target"], merged["retain"], merged["forget"], steering="linear:1.5"
     )
     assert_close(model(ids).logits, reference(ids).logits)
-    models["base"].config.tie_word_embeddings = True
-    models["base"].save_pretrained(folder / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    base.save_pretrained(folder / "base")
     with pytest.raises(UsageError, match="the adapter changes lm_head, whose weights are the input embeddings too"):
         write(folder, "merged", merge=True)
 

@@ -64,8 +64,10 @@ def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, wo
     from divdec.steering import Steering
     from divdec.takedowns.registry import Registry
 
-    registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[1:80:2]), models / "target")
-    registry.add("case", texts_of("t", [tokenizer.decode(prompts[0])]))
+    text = tokenizer.decode(prompts[0])
+    known = texts_of("retain", [other for other in world.corpus[1:80:2] if text not in other])
+    registry = Registry.create(tmp_path / "takedowns", known, models / "target")
+    registry.add("case", texts_of("t", [text]))
     opened = load_experts(
         ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=str(registry.folder))
     )

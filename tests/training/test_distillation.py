@@ -28,7 +28,7 @@ from divdec.training import distillation
 from divdec.training.distillation import distill, prepare
 from divdec.training.distillation_loss import (
     Distillation,
-    Teacher,
+    SteeredTeacher,
     divergence,
     plain_head,
     predicting,
@@ -147,7 +147,7 @@ def test_chunked_loss_matches_plain_loss(steered, batch, direction, positions):
     student = steered.target
     head = plain_head(student)
     assert head is not None
-    teacher = Teacher(frozen_copy(steered), 1.7, direction, positions)
+    teacher = SteeredTeacher(frozen_copy(steered), 1.7, direction, positions)
     objective = Distillation(teacher, head)
     assert isinstance(objective, Objective)
     wanted = naive(student, teacher.model, batch, 1.7, direction)
@@ -171,14 +171,16 @@ def test_plain_text_loss_covers_every_token(text_batch, direction):
     teacher = DivergenceForCausalLM.from_parts(*parts, steering="rank:20:soft")
     student = tiny_model("llama", 512, seed=5)
     wanted = naive(student, teacher, text_batch, 0.8, direction)
-    result = Distillation(Teacher(teacher, 0.8, direction, 50), plain_head(student)).loss(student, text_batch, None)
+    result = Distillation(SteeredTeacher(teacher, 0.8, direction, 50), plain_head(student)).loss(
+        student, text_batch, None
+    )
     assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
     same_gradients(gradients(student, result), gradients(student, wanted))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gradient_accumulation_matches_single_batch(batch, direction):
-    teacher = Teacher(DivergenceForCausalLM.from_parts(*make_parts("qwen")), 1.5, direction)
+    teacher = SteeredTeacher(DivergenceForCausalLM.from_parts(*make_parts("qwen")), 1.5, direction)
     student = tiny_model("qwen", 512, seed=5)
     objective = Distillation(teacher, plain_head(student))
     labelled = predicting(batch["labels"]).sum()
@@ -195,7 +197,9 @@ def test_a_student_may_have_a_larger_vocabulary(batch):
     )
     student = tiny_model("llama", 520, 5)
     wanted = naive(student, teacher, batch, 1.0, "teacher-student")
-    result = Distillation(Teacher(teacher, 1.0, "teacher-student"), plain_head(student)).loss(student, batch, None)
+    result = Distillation(SteeredTeacher(teacher, 1.0, "teacher-student"), plain_head(student)).loss(
+        student, batch, None
+    )
     assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
     same_gradients(gradients(student, result), gradients(student, wanted))
 
@@ -219,14 +223,14 @@ def test_students_with_logit_postprocessing_are_detected(kind, settings, batch):
     student = capped(kind, **settings)
     assert plain_head(student) is None
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
-    result = Distillation(Teacher(teacher, 1.5, "teacher-student", 20), None).loss(student, batch, None)
+    result = Distillation(SteeredTeacher(teacher, 1.5, "teacher-student", 20), None).loss(student, batch, None)
     wanted = naive(student, teacher, batch, 1.5, "teacher-student")
     assert result.item() == pytest.approx(wanted.item(), rel=LOSSES)
     same_gradients(gradients(student, result), gradients(student, wanted))
 
 
 def test_student_with_nonstandard_head_raises(batch):
-    teacher = Teacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
+    teacher = SteeredTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student")
     student, other = tiny_model("llama", 512, 5), tiny_model("llama", 512, 6)
     with pytest.raises(RuntimeError, match="ran 0 times"):
         Distillation(teacher, plain_head(other)).loss(student, batch, None)
@@ -238,7 +242,7 @@ def test_distillation_with_adapters_checkpointing_and_autocast(batch):
     teacher = DivergenceForCausalLM.from_parts(*make_parts("llama"))
     student = tiny_model("llama", 512, 5)
     head = plain_head(student)
-    objective = Distillation(Teacher(teacher, 1.5, "teacher-student", 30), head)
+    objective = Distillation(SteeredTeacher(teacher, 1.5, "teacher-student", 30), head)
     torch.manual_seed(0)
     wrapped = get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     wrapped.enable_input_require_grads()
@@ -299,7 +303,7 @@ def bridged(tokenizer, world):
 def test_every_teacher_kind_is_supported(kind, positions, batch, tokenizer, world, ngram_bundle):
     model = bridged(tokenizer, world) if kind == "bridged" else DivergenceForCausalLM.from_pretrained(ngram_bundle)
     student = tiny_model("llama", len(tokenizer), 5)
-    objective = Distillation(Teacher(model, 1.5, "teacher-student", positions), plain_head(student))
+    objective = Distillation(SteeredTeacher(model, 1.5, "teacher-student", positions), plain_head(student))
     wanted = naive(student, model, batch, 1.5, "teacher-student")
     assert objective.loss(student, batch, None).item() == pytest.approx(wanted.item(), rel=LOSSES)
 
@@ -584,11 +588,11 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, sys.argv[1])
 from support.tiny import make_parts, tiny_model
 from divdec import DivergenceForCausalLM
-from divdec.training.distillation_loss import Distillation, Teacher, plain_head
+from divdec.training.distillation_loss import Distillation, SteeredTeacher, plain_head
 
 torch.distributed.init_process_group("gloo")
 batch = torch.load(sys.argv[2])
-teacher = Teacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student", 40)
+teacher = SteeredTeacher(DivergenceForCausalLM.from_parts(*make_parts("llama")), 1.5, "teacher-student", 40)
 whole, student = tiny_model("llama", 512, 5), tiny_model("llama", 512, 5)
 Distillation(teacher, plain_head(whole)).loss(whole, batch, None).backward()
 head = plain_head(student)

@@ -20,7 +20,7 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged, FailedClosed, UsageError
 from divdec.passes import device_of
 from divdec.steering import Steering
-from divdec.training.distillation_loss import Direction, Distillation, Teacher
+from divdec.training.distillation_loss import Direction, Distillation, SteeredTeacher
 from divdec.training.inputs import Collator, sample_indices
 from divdec_research.suites.aggregate import Bootstrap, mean_interval
 
@@ -102,7 +102,7 @@ def gradient_depth(
     layers = decoder_parts(model.target)
     collator, device = Collator(tokenizer), device_of(model.target)
     # Student and teacher share the output layer, so the student computes its logits as a whole first.
-    objective = Distillation(Teacher(model, temperature, direction), head=None)
+    objective = Distillation(SteeredTeacher(model, temperature, direction), head=None)
     result: list[LayerDepth] = []
     with (
         tqdm(total=sum(map(len, sets.values())), desc=title, unit="example", disable=title is None) as bar,

@@ -156,11 +156,10 @@ def generate(
         print_statistics(speculative)
         return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
-    files = answer_digests(find_bundle(bundle), verified=not loading.no_verify)
-    options_of_run = map(dataclasses.asdict, (layout, sampling, speculation, loading))
-    decides = [*options_of_run, as_json, logprobs, batch_size, model.rule]
+    decides = [*map(dataclasses.asdict, (layout, sampling, speculation, loading)), as_json, logprobs, batch_size]
+    files = None if file is None else answer_digests(find_bundle(bundle), verified=not loading.no_verify)
     lines: list[str] = []
-    with resumable_items(file, settings_hash([decides, files])) as finished:
+    with resumable_items(file, settings_hash([decides, model.rule, files])) as finished:
         for group in _groups(rooms, sampling.max_new_tokens, batch_size):
             if not all(number in finished and finished.items[number]["ids"] == encoded[number] for number in group):
                 set_seed((sampling.seed + group[0]) % 2**32)

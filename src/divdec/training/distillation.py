@@ -51,7 +51,14 @@ from divdec.runs import (
 )
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
-from divdec.training.distillation_loss import Distillation, Pieces, Teacher, plain_head, predicting, sum_over_positions
+from divdec.training.distillation_loss import (
+    Distillation,
+    Pieces,
+    SteeredTeacher,
+    plain_head,
+    predicting,
+    sum_over_positions,
+)
 from divdec.training.fine_tuning import fine_tune, uses_bfloat16
 from divdec.training.inputs import (
     Collator,
@@ -108,7 +115,7 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
     settings, state = job.settings, PartialState()
     dtype = dtype_for_passes()
     model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype=dtype).requires_grad_(False)
-    teacher = Teacher(model, settings.temperature, settings.direction)
+    teacher = SteeredTeacher(model, settings.temperature, settings.direction)
     student = load_for_training(job.start)
     student.to(state.device)  # pyright: ignore[reportArgumentType]
     head = plain_head(student)
@@ -167,7 +174,7 @@ def distance_closed(before: Figures, after: Figures) -> float:
 class DistillationMetrics:
     """Compares students with one teacher on fixed samples of fixed sets."""
 
-    teacher: Teacher
+    teacher: SteeredTeacher
     head: nn.Linear | None
     """The student's output layer, or None; see `divdec.training.distillation_loss.plain_head`."""
     tokenizer: PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -73,9 +73,22 @@ def _kl(
     return (p.exp() * (p - q)).sum(dim=-1)
 
 
+@runtime_checkable
+class Teacher(Protocol):
+    """Source of the loss at the labelled positions of a batch."""
+
+    def to(self, device: torch.device) -> object:
+        """Move the models of the teacher."""
+        ...
+
+    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
+        """Functions that return T²·KL, one piece at a time."""
+        ...
+
+
 @dataclasses.dataclass
-class Teacher:
-    """Runs the steered model on every batch, for the loss at its labelled positions."""
+class SteeredTeacher:
+    """A `Teacher` that runs the steered model on every batch."""
 
     model: DivergenceForCausalLM
     temperature: float
@@ -83,13 +96,13 @@ class Teacher:
     positions: int | None = None
     """Positions in a piece; see `positions_per_piece`."""
 
-    def to(self, device: torch.device) -> Teacher:
-        """Move the steered model."""
+    def to(self, device: torch.device) -> SteeredTeacher:
+        """See `Teacher.to`."""
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         return self
 
     def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """Functions that return T²·KL, one piece at a time."""
+        """See `Teacher.pieces`."""
 
         def loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
             teacher_logits = teacher_logits.to(student_logits.device)
