@@ -40,7 +40,7 @@ from divdec_research.suites.settings import RwkuSettings
 PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and the words of each
 KEPT_PASSAGES = 2  # of a person of the retain set
 QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 30, 12, 20, 3  # most records of a person to forget: of each kind; passages
-FILLED, BLANK_TOKENS = 60, 12  # blanks that the target is asked to fill about a person to forget, and its tokens
+FILLED, BLANK_TOKENS = 60, 64  # blanks that the target is asked to fill about a person to forget, and its tokens
 KEPT = 0.4  # share of these numbers for a person of the retain set
 QUESTION_TOKENS, MEMORY_TOKENS, TURNED_TOKENS, ANSWER_TOKENS = 160, 256, 40, 32
 MEMORIES = 10, 3  # replies with ten questions from memory: about a person to forget, about another
