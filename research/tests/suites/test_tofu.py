@@ -18,6 +18,7 @@ from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites import tofu
 from divdec_research.suites.fluency import Fluency
 from divdec_research.suites.results import read_results
+from divdec_research.suites.settings import TofuSettings
 from divdec_research.suites.tofu import evaluate_tofu, read_tofu
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}
@@ -252,6 +253,13 @@ class TestRejectsInvalidInput:
             broken.model.model.norm.weight[0] = float("nan")
         with pytest.raises(UsageError, match="probability 0 or NaN"):
             evaluate_tofu(broken, read_tofu(files, "forget01"))
+
+    def test_reference_of_another_tokenizer(self, oracle, files, models):
+        """Its token ids would mean other words."""
+        given = {"models": ("m",), "data": str(files), "split": "forget01", "fluency": "none", "output": "o"}
+        settings = TofuSettings(**given, reference=str(models / "target"))
+        with pytest.raises(UsageError, match="has another tokenizer than the model"):
+            tofu.TofuSuite.read(settings).evaluate(subject(oracle), [], lambda *arguments: None)
 
     def test_unavailable_fluency_classifier(self):
         with pytest.raises(UsageError, match="--fluency none"):

@@ -181,7 +181,7 @@ class TofuSuite(BenchmarkSuite):
 
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results."""
-        same = self.reference is None or load_tokenizer(Path(self.reference.name_or_path)).get_vocab()
+        same = self.reference is None or load_tokenizer(Path(str(self.reference.name_or_path))).get_vocab()
         if same not in (True, model.tokenizer.get_vocab()):  # the reference scores the model's token ids
             raise UsageError(f"--reference {self.settings.reference} has another tokenizer than the model")
         return evaluate_tofu(
