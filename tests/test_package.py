@@ -321,6 +321,7 @@ def test_product_alone_runs_its_commands(environment, wheel, tmp_path):
     finally:
         server.terminate()
         assert server.wait(60) == 0
+        server.stdout.close()
 
 
 @pytest.mark.package
