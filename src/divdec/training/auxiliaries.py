@@ -53,7 +53,7 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, write_json, write_text
 from divdec.steering import Steering
-from divdec.training.fine_tuning import discard_checkpoints, fine_tune, why_no_pair
+from divdec.training.fine_tuning import discard_checkpoints, fine_tune, release_memory, why_no_pair
 from divdec.training.inputs import (
     encode,
     join_processes,
@@ -716,6 +716,8 @@ class _PairTrainer:
                 self.inputs.tokenizer.save_pretrained(temporary)
                 write_json(temporary / RESULT, content)
             discard_checkpoints(work)
+        del model
+        release_memory()
         PartialState().wait_for_everyone()
 
     def _measure(self) -> dict[str, Any]:

@@ -202,11 +202,14 @@ class LabelledCrossEntropy:
         """See `divdec.training.fine_tuning.Objective.loss`."""
         labels = batch["labels"][:, 1:][predicting(batch["labels"])[:, :-1]]
 
-        def cross_entropy(logits: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits.float(), labels.to(logits.device), reduction="none")
+        def cross_entropy(logits: Tensor, some: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits.float(), labels[some].to(logits.device), reduction="none")
 
-        everything = [(torch.arange(len(labels), device=labels.device), cross_entropy)]
-        total = sum_over_positions(model, self.head, batch, everything).sum()
+        # Long texts at once, with a vocabulary of 152,000, took more than 20 GB.
+        size = max(1, len(labels) if self.head is None else PIECE_LOGITS["cuda"] // self.head.out_features)
+        pieces = torch.arange(len(labels), device=labels.device).split(size)
+        losses = [(some, functools.partial(cross_entropy, some=some)) for some in pieces]
+        total = sum_over_positions(model, self.head, batch, losses).sum()
         return total / (len(labels) if labelled is None else labelled)
 
 

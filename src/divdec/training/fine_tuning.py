@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import gc
 import math
 import shutil
 import signal
@@ -470,6 +472,13 @@ def why_no_pair(base: Path, settings: TrainingSettings) -> str | None:
     with contextlib.suppress(Exception), torch.no_grad():
         model(input_ids=torch.zeros(2, 3, dtype=torch.long, device="meta"), use_cache=False)
     return f"{flat[0]} reads the batch's tokens as one sequence" if flat else None
+
+
+def release_memory() -> None:
+    """Give freed memory back: after training a 0.5B model on long texts the C library held on to 10 GB."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # other systems than Linux with glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
