@@ -27,7 +27,9 @@ from divdec.experts.ngram_fit import write_pair
 from divdec.training import distillation
 from divdec.training.distillation import distill, prepare
 from divdec.training.distillation_loss import (
+    PIECE_LOGITS,
     Distillation,
+    LabelledCrossEntropy,
     SteeredTeacher,
     divergence,
     plain_head,
@@ -306,6 +308,17 @@ def test_every_teacher_kind_is_supported(kind, positions, batch, tokenizer, worl
     objective = Distillation(SteeredTeacher(model, 1.5, "teacher-student", positions), plain_head(student))
     wanted = naive(student, model, batch, 1.5, "teacher-student")
     assert objective.loss(student, batch, None).item() == pytest.approx(wanted.item(), rel=LOSSES)
+
+
+def test_cross_entropy_in_pieces_is_that_of_the_whole(batch, monkeypatch):
+    student = tiny_model("llama", 512, 5)
+    objective = LabelledCrossEntropy(plain_head(student))
+    whole = objective.loss(student, batch, None)
+    expected = gradients(student, whole)
+    monkeypatch.setitem(PIECE_LOGITS, "cuda", 7 * 512)
+    result = objective.loss(student, batch, None)
+    assert result.item() == pytest.approx(whole.item(), rel=LOSSES)
+    same_gradients(gradients(student, result), expected)
 
 
 # The whole run, on models that have learned something.
