@@ -299,7 +299,7 @@ def measured_text(measured: dict[str, Any], entry: TakedownRequest) -> str:
 
 def _of_answer(example: Example, special: set[int]) -> list[Passage]:
     ids, start = example.input_ids, example.prompt_length
-    while ids[-1] in special:
+    while ids and ids[-1] in special:
         ids = ids[:-1]
     places = range(start, max(len(ids) - RUN, start) + 1, LENGTH)
     passages = [
