@@ -181,8 +181,9 @@ class TofuSuite(BenchmarkSuite):
 
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results."""
-        same = self.reference is None or load_tokenizer(Path(str(self.reference.name_or_path))).get_vocab()
-        if same not in (True, model.tokenizer.get_vocab()):  # the reference scores the model's token ids
+        reference = None if self.reference is None else load_tokenizer(Path(str(self.reference.name_or_path)))
+        # The reference scores the model's token ids.
+        if reference is not None and reference.get_vocab() != model.tokenizer.get_vocab():
             raise UsageError(f"--reference {self.settings.reference} has another tokenizer than the model")
         return evaluate_tofu(
             model, self.data, QuestionFormat.from_settings(model.tokenizer, self.settings, self.settings.max_length),
