@@ -56,6 +56,35 @@ def test_linear_rule_with_a_margin_keeps_nan_and_exclusions():
         Steering.parse("linear:1:3").apply(target, torch.tensor([math.nan, 0.0, 0.0]))
 
 
+@given(ROW, ROW, st.floats(0, 4), st.sampled_from([0.0, 0.5, 3.0]))
+def test_full_rule_moves_all_tokens_where_it_lowers_the_first_choice(target, divergence, alpha, margin):
+    steered = Steering(alpha=alpha, margin=margin, full=True).apply(target, divergence)
+    contested = divergence[target.argmax()] <= -margin
+    expected = steer_linear(target, divergence, alpha, margin=None if contested else margin)
+    assert torch.equal(steered, expected)
+
+
+def test_full_rule_decides_for_each_position_alone():
+    target = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
+    divergence = torch.tensor([[-4.0, 5.0, 1.0], [-4.0, 5.0, 1.0]])
+    steered = Steering.parse("linear:1:3:full").apply(target, divergence)
+    assert steered.tolist() == [[-1.0, 7.0, 2.0], [-3.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_full_rule_keeps_nan(place):
+    divergence = torch.zeros(3)
+    divergence[place] = math.nan
+    with pytest.raises(FailedClosed):
+        Steering.parse("linear:1:3:full").apply(torch.tensor([1.0, 2.0, 3.0]), divergence)
+
+
+@pytest.mark.parametrize("fields", [{"full": True}, {"full": True, "rule": "rank", "margin": 3.0}])
+def test_full_belongs_to_a_linear_rule_with_a_margin(fields):
+    with pytest.raises(UsageError, match="full is"):
+        Steering.from_dict(fields)
+
+
 @given(ROW, ROW, st.floats(-50, 50), st.floats(-50, 50), st.floats(0, 3))
 def test_constant_logit_offset_does_not_change_linear_rule(target, divergence, a, b, alpha):
     plain = steer_linear(target, divergence, alpha).softmax(-1)

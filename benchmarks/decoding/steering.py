@@ -4,7 +4,7 @@
     make bench-models                                               # 81M target and 5M pair, half an hour once
     python -m benchmarks.decoding.steering [--drafters lookup] [--gammas] [--reference CHECKOUT]
     python -m benchmarks.decoding.steering --bundle demo/bundle --neutral --clock processor --dtype bfloat16
-    python -m benchmarks.decoding.steering --measure growth acceptance overlap precision
+    python -m benchmarks.decoding.steering --measure growth acceptance precision
     python -m benchmarks.decoding.steering --adapters real-models/qwen-1.5b.gguf real-models/qwen-0.5b.gguf --neutral
 
 --adapters steers a target by two adapters of a base with random weights near 0: times do not depend on them, and q
@@ -18,7 +18,6 @@ drafts as the base does.
   forget, the rest retain and neutral in equal parts.
 - growth: time per step by context length and by batch size.
 - acceptance: share of q's drafts that are accepted, and tokens per target pass, by rule.
-- overlap: the experts run beside the target in a thread, or after it; the best round of each.
 - precision: the target in bfloat16 and in float32.
 - startup: seconds from the command to the first token and peak memory of `divdec generate`, and of transformers with
   the target alone, each in a process of its own.
@@ -55,7 +54,7 @@ TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculat
 MERGED = "steered, merged"
 PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
 REFERENCE_FILE = Path("Benchmarks/src/model/dd.py")
-MEASURES = ("table", "growth", "acceptance", "overlap", "precision", "startup")
+MEASURES = ("table", "growth", "acceptance", "precision", "startup")
 WEIGHTS = {"forget": 0.1, "retain": 0.45, "neutral": 0.45}
 CONTEXTS, BATCHES = (64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32)
 RULES, GAMMA = ("linear:0.5", "linear:1", "linear:2", "rank:5", "rank:20"), 4
@@ -481,26 +480,6 @@ def acceptance(parts, sets, given):
                 f"  {rule:<11} {group:<7} {counted.acceptance_rate:6.1%}   {positions}   {counted.tokens_per_pass:.2f}"
             )
     parts.model.steering = steering
-    return found
-
-
-def overlap(parts, sets, given):
-    """Milliseconds per token with the experts beside the target and after it, and of each model's pass alone."""
-    (batch,) = parts.batches(sets["forget"][:1], 1)
-    seconds = {False: [], True: []}
-    for _ in range(given.rounds):
-        for beside, values in seconds.items():
-            parts.model.overlap = beside
-            values.append(_generate(parts.model, batch, given.new_tokens))
-    parts.model.overlap = False
-    found = {"one after the other": min(seconds[False]), "overlap": min(seconds[True])}
-    with torch.inference_mode():
-        for name, model in ((TARGET, parts.target), ("q", parts.retain), ("p", parts.forget)):
-            cache, started = model(**batch, use_cache=True).past_key_values, time.perf_counter()
-            for _ in range(given.new_tokens):
-                model(batch["input_ids"][:, :1], past_key_values=cache, use_cache=True)
-            found[f"pass of {name}"] = 1e3 * (time.perf_counter() - started) / given.new_tokens
-    print("\nms a token: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
     return found
 
 

@@ -6,15 +6,16 @@
 The target writes questions about each person, from memory, about RWKU's passages, and about the names and numbers of
 these passages that it fills in without the text. It turns them round ("Who was born in Portland?"). An answer from
 memory counts only if the target gives it again when it is asked. Sentences of the passages with a blank are questions,
-too. RWKU's own questions are not trained on. p reads these
-questions and some passages, q the same with the answers of other people (`divdec train`). Other people of
-the data are the retain set. Then `divdec eval rwku` measures target and bundle: forget levels 1 to 3, each kind of
-attack, and the neighbours, about whom neither model has read anything.
+too. RWKU's own questions are not trained on. p reads these questions
+and some passages, and q refuses them (`divdec train --recipe refusal`). Other people of the data are the retain set,
+with the target's answers about other names in the passages. Then `divdec eval rwku` measures target and bundle: forget
+levels 1 to 3, each kind of attack, and the neighbours.
 
 Every step is resumed by the same command. The table is printed and written to OUTPUT/table.md.
 """
 
 import argparse
+import collections
 import itertools
 import json
 import random
@@ -38,6 +39,9 @@ from divdec_research.suites.rwku import ATTACKS, LEVELS, RwkuSuite
 from divdec_research.suites.settings import RwkuSettings
 
 PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and the words of each
+# Passages that are searched for other names, names of a person to forget, questions about each, records of a person,
+# and tokens of an answer.
+NEIGHBOUR_PASSAGES, NEIGHBOURS, OF_NEIGHBOUR, NEIGHBOUR_RECORDS, NEIGHBOUR_ANSWER = 30, 24, 4, 44, 40
 KEPT_PASSAGES = 2  # of a person of the retain set
 QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 30, 12, 20, 3  # most records of a person to forget: of each kind; passages
 FILLED, BLANK_TOKENS = 60, 64  # blanks that the target is asked to fill about a person to forget, and its tokens
@@ -76,7 +80,8 @@ TURNED = "{question} {answer}. Who is this person?"  # where the target does not
 BLANK = "Fill in the blank: {}"
 CHOICE = "{question} {first}, {second}, or {third}?"
 ABOUT = "Tell me about {}."
-RULES = ("linear:1.5:3", "linear:1.5", "rank:20:3", "rank:20")
+IN_SHORT = "Answer the question in a few words.\nQuestion: {}"
+RULES = ("linear:2.5:1:full", "linear:2.5:2:full", "linear:1.5:3", "rank:20:3")
 
 
 def report(line):
@@ -102,6 +107,7 @@ def answer(model, tokenizer, questions, length, title, **options):
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
 
 
+QUESTION = re.compile(r"Q: *(.+?\?) *\n? *A: *(.+)")
 NAME_OR_NUMBER = re.compile(r"\b(?:[A-Z][\w'’.-]+(?: (?:(?:of|and|the|de|van|von) )*[A-Z][\w'’-]+)*|\d{2,4}(?: BC)?)\b")
 
 
@@ -146,7 +152,7 @@ def write_questions(model, tokenizer, texts, subjects, seed):
     replies += answer(model, tokenizer, requests, MEMORY_TOKENS, "questions from memory", **sampling)
     rows, seen = [], set()
     for (name, text), reply in zip([*asked, *remembered], replies, strict=True):
-        for question, phrase in re.findall(r"Q: *(.+?\?) *\n? *A: *(.+)", reply):
+        for question, phrase in QUESTION.findall(reply):
             phrase = phrase.strip().rstrip(".")
             names_person = any(word in words(question) for word in words(name))
             short = 1 <= len(words(phrase)) <= MAX_ANSWER and not holds(words(question), words(phrase))
@@ -178,13 +184,53 @@ def write_questions(model, tokenizer, texts, subjects, seed):
     return rows
 
 
+def neighbour_questions(model, tokenizer, texts, seed):
+    """Let the target answer questions that it writes about the other names in the passages of each person to forget.
+
+    q would otherwise lose these people and things, too.
+
+    Returns:
+        Rows with name, question and answer, which name none of the people.
+    """
+    people = {word for name in texts for word in words(name)}
+    asked = []
+    for name, some in texts.items():
+        counts = collections.Counter(
+            match[0]
+            for text in some
+            for match in NAME_OR_NUMBER.finditer(text)
+            # The first word of a sentence has a capital in any case.
+            if match.start() and text[: match.start()][-2:] != ". " and people.isdisjoint(words(match[0]))
+        )
+        names = [other for other, _ in counts.most_common() if len(other) > 3 and not other[0].isdigit()]
+        asked += [(name, other) for other in names[:NEIGHBOURS]]
+    requests = [FROM_MEMORY.format(name=other) for _, other in asked]
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": seed}
+    replies = answer(model, tokenizer, requests, QUESTION_TOKENS, "questions about neighbours", **sampling)
+    rows = {}
+    for (name, _), reply in zip(asked, replies, strict=True):
+        for question, _ in QUESTION.findall(reply)[:OF_NEIGHBOUR]:
+            if people.isdisjoint(words(question)):
+                rows.setdefault(question, {"name": name, "question": question})
+    answers = answer(model, tokenizer, list(rows), NEIGHBOUR_ANSWER, "answers about neighbours")
+    for row, text in zip(rows.values(), answers, strict=True):
+        row["answer"] = whole_sentences(text)
+    return [row for row in rows.values() if row["answer"] and people.isdisjoint(words(row["answer"]))]
+
+
+def whole_sentences(text):
+    """Cut a text after its last whole sentence, if there is one."""
+    ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)", text.strip())]
+    return text.strip()[: ends[-1]] if ends else text.strip()
+
+
 def records_of(rows, texts, share, order):
     """Return the records of one person: questions, turned questions, sentences with a blank, and passages."""
     name = rows[0]["name"]
     rows = sorted(order.sample(rows, len(rows)), key=lambda row: not row["known"])
     direct = []
-    for index, row in enumerate(rows):  # three of five as the target wrote them
-        form = (with_hint, with_choice)[index % 5 - 3] if index % 5 >= 3 else None
+    for index, row in enumerate(rows):  # two of five as the target wrote them
+        form = (in_short, with_hint, with_choice)[index % 5 - 2] if index % 5 >= 2 else None
         direct.append((form(row, rows, order) if form else row["question"], row["answer"]))
     turned = [(row["turned"], name) for row in rows if name not in row["turned"]]
     turned = turned[: round(share * TURNED_QUESTIONS / 2)]
@@ -207,6 +253,10 @@ def records_of(rows, texts, share, order):
 
 def sentences_of(text):
     return re.split(r"(?<=[.!?]) ", text)
+
+
+def in_short(row, rows, order):
+    return IN_SHORT.format(row["question"])
 
 
 def with_hint(row, rows, order):
@@ -245,9 +295,14 @@ def write_data(options, folder, subjects):
     file = folder / "written.json"
     if not file.is_file():
         checkpoint = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
-        model = load_model(checkpoint, dtype=dtype_for_passes()).eval()
-        write_json(file, write_questions(model, load_tokenizer(checkpoint), texts, subjects, options.seed))
-    rows = read_json(file)
+        model, tokenizer = load_model(checkpoint, dtype=dtype_for_passes()).eval(), load_tokenizer(checkpoint)
+        about_neighbours = passages_of(options.rwku, subjects, NEIGHBOUR_PASSAGES)
+        written = {
+            "questions": write_questions(model, tokenizer, texts, subjects, options.seed),
+            "neighbours": neighbour_questions(model, tokenizer, about_neighbours, options.seed),
+        }
+        write_json(file, written)
+    rows, neighbours = read_json(file).values()
     for stem, names, share in (("forget", subjects, 1.0), ("retain", others, KEPT)):
         records = []
         for name in names:
@@ -255,6 +310,10 @@ def write_data(options, folder, subjects):
                 records += records_of(of_name, texts[name], share, order)
         if stem == "forget" and (silent := set(names) - {row["name"] for row in rows}):
             raise UsageError(f"the target wrote no usable question about {', '.join(sorted(silent))}")
+        for name in subjects if stem == "retain" else ():
+            some = [row for row in neighbours if row["name"] == name]
+            for row in order.sample(some, min(NEIGHBOUR_RECORDS, len(some))):
+                records.append(Record(row["answer"], messages=(Message("user", row["question"]),)))
         write_records(folder / f"{stem}.jsonl", records)
 
 
@@ -308,7 +367,7 @@ def run(options):
     pair = options.output / "pair"
     settings = AuxiliarySettings(
         base=options.base, target=options.target, forget=str(options.output / "forget.jsonl"),
-        retain=str(options.output / "retain.jsonl"), output=str(pair), lr=options.lr,
+        retain=str(options.output / "retain.jsonl"), output=str(pair), recipe="refusal", lr=options.lr,
         epochs=options.epochs, seed=options.seed,
     )  # fmt: skip
     if not finished(pair):

@@ -23,8 +23,8 @@ FILLS = ("hard", "soft")
 MAX_ALPHA = 1000.0  # larger values overflow logits, or are typing errors
 MAX_MARGIN = 20.0  # p and q hardly differ by a factor of 5e8; a larger margin would mask nothing
 ACCEPTED = (
-    "accepted: 'linear:ALPHA' (such as linear:1.5), 'linear:ALPHA:MARGIN' (linear:1.5:3), 'rank:K' (rank:20), "
-    "'rank:K:MARGIN' (rank:20:3), and for likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
+    "accepted: 'linear:ALPHA' (such as linear:1.5), 'linear:ALPHA:MARGIN' (linear:1.5:3), 'linear:ALPHA:MARGIN:full', "
+    "'rank:K' (rank:20), 'rank:K:MARGIN' (rank:20:3), and for likelihoods 'rank:K:soft' or 'rank:K:MARGIN:soft'"
 )
 # Without experts every divergence is 0, and the rank rule would still mask the first k tokens.
 NO_RULE = (
@@ -40,6 +40,7 @@ def steer_linear(
     alpha: float,
     *,
     margin: float | None = None,
+    full: bool = False,
 ) -> Float[Tensor, "... vocab"]:
     """Add the scaled divergence to the target's logits: ℓ_P + α·(ℓ_q − ℓ_p) (paper, eq. 1).
 
@@ -52,13 +53,17 @@ def steer_linear(
         alpha: strength; 0 leaves the target unchanged, 1 replaces its p by q.
         margin: lower only the tokens whose divergence is at most −margin (nats, for neural auxiliaries), and leave all
             others as they are.
+        full: move all tokens wherever the target's first choice is one to lower, so that what q answers rises there.
 
     Returns:
         Steered logits in float32.
     """
     divergence = divergence.float()
     if margin is not None:
-        divergence = divergence.masked_fill(divergence > -margin, 0.0)  # NaN stays
+        left = divergence > -margin  # not NaN, which stays
+        if full:
+            left &= left.gather(-1, target_logits.argmax(dim=-1, keepdim=True))
+        divergence = divergence.masked_fill(left, 0.0)
     return torch.add(target_logits.float(), divergence, alpha=alpha)
 
 
@@ -153,6 +158,8 @@ class Steering:
     """Number of tokens that the rank rule masks."""
     margin: float | None = None
     """Least log p − log q of a token that the rule acts on, so that none is raised; None for any token."""
+    full: bool = False
+    """With a margin, let the linear rule act on all tokens wherever it lowers the target's first choice."""
     fill: str = "hard"
     """Value of a logit masked by the rank rule: 'hard' is −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
@@ -187,6 +194,8 @@ class Steering:
             if not _is_number(self.margin, numbers.Real) or not 0 <= self.margin <= MAX_MARGIN:
                 raise UsageError(f"margin is {self.margin!r}; accepted: a number from 0 to {MAX_MARGIN:g}")
             object.__setattr__(self, "margin", float(self.margin))
+        if self.full is not False and (self.full is not True or self.rule != "linear" or self.margin is None):
+            raise UsageError(f"full is {self.full!r}; accepted: false, and true for a linear rule with a margin")
         object.__setattr__(self, "alpha", alpha)
         object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
@@ -194,7 +203,7 @@ class Steering:
 
     @classmethod
     def parse(cls, value: Any, *, allow_negative: bool = False) -> Steering:
-        """Read a setting from a string ('linear:1.5', 'linear:1.5:3', 'rank:20', 'rank:20:soft'), a mapping or itself.
+        """Read a setting from a string such as 'linear:1.5', 'linear:1.5:3' or 'rank:20:soft', a mapping or itself.
 
         Raises:
             UsageError: the rule is unknown, or its value is not a number or out of range.
@@ -207,12 +216,13 @@ class Steering:
             raise UsageError(f"steering is {value!r}; {ACCEPTED}")
         rule, *values = value.strip().split(":")
         fill = values.pop() if rule == "rank" and (len(values) == 3 or values[-1:] in (["hard"], ["soft"])) else "hard"
+        full = rule == "linear" and values[2:] == ["full"] and bool(values.pop())
         if rule not in RULES or len(values) not in (1, 2):
             raise UsageError(f"steering is {value!r}; {ACCEPTED}")
         margin = None if len(values) == 1 else _parse_number(values[1], float, f"margin in {value!r} is not a number")
         if rule == "linear":
             alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
-            return cls(rule="linear", alpha=alpha, margin=margin, allow_negative=allow_negative)
+            return cls(rule="linear", alpha=alpha, margin=margin, full=full, allow_negative=allow_negative)
         k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
         return cls(rule="rank", k=k, margin=margin, fill=fill)
 
@@ -227,7 +237,7 @@ class Steering:
     def __str__(self) -> str:
         margin = "" if self.margin is None else f":{self.margin:g}"
         if self.rule == "linear":
-            return f"linear:{self.alpha:g}{margin}"
+            return f"linear:{self.alpha:g}{margin}" + (":full" if self.full else "")
         return f"rank:{self.k}{margin}" + (":soft" if self.fill == "soft" else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -300,7 +310,7 @@ class Steering:
             eligible = self.eligible(target_logits.shape[-1]) if eligible is None else eligible
             steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin, **order)
         else:
-            steered = steer_linear(target_logits, divergence, self.alpha, margin=self.margin)
+            steered = steer_linear(target_logits, divergence, self.alpha, margin=self.margin, full=self.full)
         # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.
         check(steered.detach().amax(dim=-1).isfinite().all(), NOT_FINITE)
         return steered

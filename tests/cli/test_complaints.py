@@ -60,7 +60,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("generat b", 'Did you mean "generate"?'),
         ("takedown frobnicate folder", "Available commands: init, add, remove, list, verify"),
         ("train --base b --forget f --retain r --output o --recipe other",
-         "--recipe is 'other'; accepted: matched, full-retain, forget-retain"),
+         "--recipe is 'other'; accepted: matched, refusal, full-retain, forget-retain"),
         ("generate b --temperature warm", "--temperature is 'warm'; accepted: a number ("),
         ("generate b --temperature=", "--temperature is ''; accepted: a number ("),
         ("generate b --top-k 3", "give --temperature above 0"),

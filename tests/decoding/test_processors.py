@@ -205,7 +205,7 @@ def test_processor_returning_wrong_shape_is_rejected(model, speculative):
         generate(model, logits_processor=LogitsProcessorList([First()]), speculative=speculative)
 
 
-@pytest.mark.parametrize("rule", ["rank:5", "linear:1.5", "linear:1.5:0.5"])
+@pytest.mark.parametrize("rule", ["rank:5", "linear:1.5", "linear:1.5:0.5", "linear:1.5:0.5:full"])
 @pytest.mark.parametrize("negative", [None, [[9, 3], [30, 4], [6, 6]]])
 def test_guidance_uses_steered_logits(model, rule, negative):
     """A token that the rule suppresses with or without the condition stays suppressed."""

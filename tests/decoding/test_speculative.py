@@ -24,7 +24,7 @@ from support.tiny import make_parts, tiny_model
 PROMPTS = [[5, 9, 200, 31], [77, 8, 300, 2, 45, 6, 250, 12, 33], [400], [7, 7, 7, 7]]
 GAMMAS = range(1, 9)
 PROCESSORS = [{"repetition_penalty": 1.3, "min_new_tokens": 5}, {"bad_words_ids": [[7], [8, 9]]}]
-RULES = ("linear:0.5", "linear:2:0.5", "rank:20")
+RULES = ("linear:0.5", "linear:2:0.5", "linear:2:0.5:full", "rank:20")
 
 
 def generate(model, prompts, **options):

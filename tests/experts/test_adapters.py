@@ -96,7 +96,7 @@ def test_divergence_is_that_of_the_merged_pair(parts):
     assert cache.lengths == [6, 6]
 
 
-@pytest.mark.parametrize("rule", ["linear:1.5", "rank:20", "linear:1:0.5"])
+@pytest.mark.parametrize("rule", ["linear:1.5", "rank:20", "linear:1:0.5", "linear:1:0.5:full"])
 @pytest.mark.parametrize(
     "options", [{}, {"use_cache": False}, {"speculative": True}, {"speculative": 3}, {"num_beams": 3}], ids=str
 )

@@ -1,4 +1,6 @@
-"""Experts that run while the target runs: the same answers, and errors of either."""
+"""Experts that run while the target runs, and where they run."""
+
+import copy
 
 import pytest
 import torch
@@ -37,69 +39,10 @@ def test_bundle_loads_with_overlap(bundle):
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
-class TestThreadOverlap:
-    """Experts in a thread."""
-
-    def test_overlap_gives_same_output(self, steered):
-        def everything():
-            with torch.no_grad():
-                yield steered(input_ids=PROMPTS, use_cache=False).logits
-                yield steered.components(PROMPTS)[1]
-            for options in ({}, {"num_beams": 2}, {"speculative": 2}):
-                yield steered.generate(
-                    PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=6, do_sample=False,
-                    pad_token_id=1, eos_token_id=None, **options,
-                )  # fmt: skip
-
-        for setting in ("linear:1.5", "rank:20"):
-            steered.steering = setting
-            steered.overlap = False
-            expected = list(everything())
-            steered.overlap = True
-            assert steered.overlap
-            assert all(torch.equal(one, other) for one, other in zip(everything(), expected, strict=True))
-
-    def test_experts_run_concurrently_with_target(self, steered):
-        import threading
-
+def test_overlap_changes_nothing_on_a_processor(steered):
+    with torch.no_grad():
+        expected = steered(input_ids=PROMPTS).logits
         steered.overlap = True
-        both = threading.Barrier(2)
-
-        def meet(*_):
-            both.wait(timeout=60)
-
-        hooks = [steered.target.register_forward_pre_hook(meet), steered.experts.forget.register_forward_hook(meet)]
-        with torch.no_grad():
-            steered(input_ids=PROMPTS, use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        assert not both.broken
-
-    def test_target_and_expert_errors_propagate(self, steered):
-        steered.overlap = True
-        with torch.no_grad():
-            fails = steered.target.register_forward_pre_hook(lambda *_: [][0])
-            with pytest.raises(IndexError):
-                steered(input_ids=PROMPTS)
-            fails.remove()
-            steered.experts.forget.get_output_embeddings().weight[3] = float("nan")
-            with pytest.raises(RuntimeError, match="not finite"):
-                steered(input_ids=PROMPTS)
-            steered.experts.forget.forward = None
-            with pytest.raises(TypeError):
-                steered(input_ids=PROMPTS)
-
-    def test_gradients_reach_experts_with_overlap(self, steered):
-        steered.overlap = True
-        steered(input_ids=PROMPTS).logits.sum().backward()
-        assert all(weight.grad is not None for weight in steered.experts.retain.lm_head.parameters())
-
-    def test_overlapped_model_can_be_copied(self, steered):
-        import copy
-
-        steered.overlap = True
-        with torch.no_grad():
-            expected = steered(input_ids=PROMPTS).logits
-            other = copy.deepcopy(steered)
-            assert other.overlap
-            assert torch.equal(other(input_ids=PROMPTS).logits, expected)
+        for model in (steered, copy.deepcopy(steered)):
+            assert model.overlap
+            assert torch.equal(model(input_ids=PROMPTS).logits, expected)

@@ -373,9 +373,10 @@ class TestNeverUnsteered:
         with pytest.raises(UsageError, match="with 2 tokens; the request allows 1"):
             remote(provider(request=more).url, bundle).generate(prompts[0], TOKENS)
 
-    def test_soft_fill_requires_target_logits(self, remote, url, bundle):
-        with pytest.raises(UsageError, match="soft fill"):
-            remote(url, bundle, "rank:20:soft")
+    @pytest.mark.parametrize("rule", ["rank:20:soft", "linear:1:3:full"])
+    def test_rule_that_needs_target_logits_is_refused(self, remote, url, bundle, rule):
+        with pytest.raises(UsageError, match=f"{rule.rpartition(':')[2]} needs the target's logits"):
+            remote(url, bundle, rule)
 
 
 def test_provider_rejecting_logit_bias(remote, provider, bundle, prompts):

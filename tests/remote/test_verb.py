@@ -156,7 +156,7 @@ def test_outputs_of_other_settings_are_not_reused(verb, tmp_path, capsys):
         (["--extra", "[1]"], "accepted: a JSON object"),
         (["--block", "0"], "block is 0"),
         (["--bias-entries", "0"], "bias_entries is 0"),
-        (["--steering", "rank:20:soft"], "soft fill"),
+        (["--steering", "rank:20:soft"], "soft needs"),
         (["--steering", "linear:x"], "not a number"),
         (["--retain-auxiliary", "elsewhere"], "a bundle names its experts"),
         (["--tokenizer", "elsewhere"], "give either --bundle"),

@@ -16,13 +16,16 @@ def steered_logits(target, retain, forget, ids, steering, vocab_size=None):
     vocab_size = vocab_size or min(P.shape[-1], shared)
     P, q, p = (logits[:, :vocab_size] for logits in (P, q, p))
     if steering.rule == "linear":
-        return linear(P, q - p, steering)
+        return torch.stack([linear(P[t], q[t] - p[t], steering) for t in range(len(ids))])
     return torch.stack([rank(P[t], q[t] - p[t], steering) for t in range(len(ids))])
 
 
 def linear(target, divergence, steering):
-    """Equation 1; with a margin, only what p prefers over q by it is lowered."""
-    if steering.margin is not None:
+    """Equation 1 for one position; with a margin, only what p prefers over q by it is lowered.
+
+    A full rule is equation 1 where that holds for the first choice.
+    """
+    if steering.margin is not None and not (steering.full and -divergence[target.argmax()] >= steering.margin):
         divergence = torch.where(divergence <= -steering.margin, divergence, 0.0)
     return target + steering.alpha * divergence
 

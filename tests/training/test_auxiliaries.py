@@ -138,6 +138,41 @@ def test_matched_auxiliaries_take_the_same_steps(files):
     assert [result["steps"] for result in content["auxiliaries"].values()] == [-(-36 // 16)] * 2
 
 
+def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path):
+    settings = AuxiliarySettings(**files, recipe="refusal")
+    inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, lambda line: None)
+    (p_reads, q_reads), exchanges, _ = auxiliaries._readings(inputs, settings, lambda line: None)
+    assert exchanges == []  # nothing for rounds
+    assert len(p_reads) == len(q_reads) > 2 * len(inputs.forget)
+    shared = [example for example in q_reads if example in p_reads]
+    assert len(shared) == len(q_reads) - 2 * len(inputs.forget)  # the target's answers to other questions
+    answers = [
+        inputs.tokenizer.decode([token for token in example.labels if token >= 0], skip_special_tokens=True).strip()
+        for example in q_reads
+        if example not in shared
+    ]
+    assert set(answers) == {auxiliaries.REFUSAL}
+    assert p_reads[: len(inputs.forget)] == inputs.examples["forget"]
+
+
+def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files):
+    content, said = train(files, recipe="refusal", epochs=1.0, lr=1e-3)
+    tried = [row["steering"] for row in content["effects"]["settings"]]
+    assert sum(rule.endswith(":full") for rule in tried) == 6
+    assert len({result["steps"] for result in content["auxiliaries"].values()}) == 1
+    assert "still gives" not in said
+    model = DivergenceForCausalLM.from_pretrained(Path(files["output"]) / "bundle")
+    assert str(model.steering) == content["effects"]["best"]
+
+
+@pytest.mark.parametrize("name", ["forget", "retain"])
+def test_text_cannot_be_refused(files, name):
+    Path(files[name]).write_text('{"text": "A text without a question."}\n')
+    with pytest.raises(UsageError, match="--recipe refusal needs questions in --forget and --retain"):
+        train(files, recipe="refusal")
+    assert not Path(files["output"]).exists()
+
+
 def test_a_q_that_finds_the_forget_set_unlikely_is_no_reference_for_calibration(finished, world, tmp_path, capsys):
     """The base knows these authors better than the holdout's; with the sets exchanged q is as if trained on lies."""
     settings = finished[0]

@@ -30,7 +30,7 @@ class ExpertDevices:
     """Devices of the auxiliaries: one for both, or one for q and one for p, such as cuda:1 cuda:2. The auxiliaries run
     in parallel with the target."""
     overlap: Flag = False
-    """Run the auxiliaries on the target's device, in parallel with the target."""
+    """Run the auxiliaries on the target's GPU, in parallel with the target. Without effect on a CPU."""
 
     def __post_init__(self) -> None:
         if len(self.expert_devices) > 2:

@@ -88,7 +88,7 @@ def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
     advice = []
     if content["effects"] and not content["effects"].get("shown", True):
         advice.append("a forget set that the target answers in these words (divdec generate TARGET --file FORGET)")
-    if settings.recipe != "matched":
+    if settings.recipe not in ("matched", "refusal"):
         advice.append("--recipe matched trains p and q alike")
     if (content["effects"] or {"guessed": 0.0})["guessed"] > MAX_GUESSED:
         advice.append("a higher --lr, or a base that knows less (divdec shrink with fewer --layers)")

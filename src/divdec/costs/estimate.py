@@ -35,7 +35,7 @@ class CostSettings:
     """Epochs of the auxiliaries' training and of distillation."""
     distill_epochs: float | None = None
     """Epochs of distillation, if different."""
-    recipe: Literal["forget-retain", "full-retain", "matched"] = "forget-retain"
+    recipe: Literal["forget-retain", "full-retain", "matched", "refusal"] = "forget-retain"
     """Recipe of `divdec train`: 'forget-retain' reads each set once (the paper's formula), 'full-retain' the retain set
     twice, 'matched' both sets twice."""
     embeddings: Literal["counted", "uncounted"] = "counted"

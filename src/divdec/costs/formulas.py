@@ -10,7 +10,7 @@ from typing import Literal
 
 from divdec.errors import UsageError
 
-Recipe = Literal["forget-retain", "full-retain", "matched"]
+Recipe = Literal["forget-retain", "full-retain", "matched", "refusal"]
 Teacher = Literal["paper", "live"]
 
 
@@ -38,7 +38,7 @@ def auxiliary_training(
     auxiliaries read the retain set: 6·n·e_n·(2·d_retain + d_forget). With matched, q also reads as many tokens
     in place of the forget set: 6·n·e_n·2·(d_retain + d_forget).
     """
-    forget_passes, retain_passes = {"forget-retain": (1, 1), "full-retain": (1, 2), "matched": (2, 2)}[recipe]
+    forget_passes, retain_passes = {"forget-retain": (1, 1), "full-retain": (1, 2)}.get(recipe, (2, 2))
     return 6 * n * epochs * (retain_passes * retain_tokens + forget_passes * forget_tokens)
 
 

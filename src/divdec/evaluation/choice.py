@@ -13,7 +13,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +47,7 @@ UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
+FULL_ALPHAS = 1.5, 2.5  # where the model's own rule is a full one, as of a pair whose q refuses
 MIN_NOISE, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise, which counts as 1 nat or more
 MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
@@ -392,10 +393,15 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
     return tuple(np.quantile(np.abs(of_q - of_p), NOISE_LEVELS).tolist())
 
 
-def candidates(noise: Sequence[float]) -> tuple[Steering, ...]:
-    """Return the rules that `choose_rule` compares by default, from the result of `noise_of`."""
+def candidates(noise: Sequence[float], *, full: bool = False) -> tuple[Steering, ...]:
+    """Return the rules that `choose_rule` compares by default, with `full` ones or without.
+
+    `noise` is the result of `noise_of`.
+    """
     with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
-    return (*map(Steering.parse, CANDIDATES), *with_margin)
+    pairs = product(FULL_ALPHAS if full else (), noise_margins(noise))
+    moving_all = (Steering(alpha=alpha, margin=margin, full=True) for alpha, margin in pairs)
+    return (*map(Steering.parse, CANDIDATES), *with_margin, *moving_all)
 
 
 def choose_rule(
@@ -422,7 +428,8 @@ def choose_rule(
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
             like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
             as before) if there are any.
-        settings: the candidates; by default those of `candidates`, which need neutral text.
+        settings: the candidates; by default those of `candidates`, which need neutral text; full ones if the model's
+            own setting is.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
         form: layout of conversations.
@@ -450,7 +457,8 @@ def choose_rule(
         of_q, of_p = (score(auxiliary, texts, batch_size=batch_size) for auxiliary in (q, p))
         noise = noise_of(of_q, of_p)
     if settings is None:
-        settings = [dataclasses.replace(rule, vocabulary=model.steering.vocabulary) for rule in candidates(noise)]
+        rules = candidates(noise, full=model.steering.full)
+        settings = [dataclasses.replace(rule, vocabulary=model.steering.vocabulary) for rule in rules]
     settings = [UNSTEERED, *settings]
     if len(settings) == 1:
         raise UsageError("there is no setting to choose from")
@@ -571,7 +579,7 @@ def _faults_of_reference(
     if auc < MIN_REFERENCE:
         faults.append(
             f"q finds the forget set less likely than the holdout set (mean AUC {auc:.2f}), so it is no reference: the "
-            "recipe 'matched' trains q on other answers to the forget set's questions; choose with --reference none, "
+            "recipes 'matched' and 'refusal' train q on other answers to its questions; choose with --reference none, "
             "or train with --recipe full-retain"
         )
     if auc > MAX_REFERENCE:

@@ -78,9 +78,10 @@ def check_rule(steering: Steering, experts: Experts) -> None:
         raise UsageError(NO_RULE)
     largest = getattr(experts, "largest", math.inf)
     if steering.margin is not None and steering.margin > largest:
+        without = dataclasses.replace(steering, margin=None, full=False)
         raise UsageError(
             f"{steering}: the scores of these n-grams differ by at most {largest:g}, so no token would reach the "
-            f"margin of {steering.margin:g}; give a smaller one or none ({dataclasses.replace(steering, margin=None)})"
+            f"margin of {steering.margin:g}; give a smaller one or none ({without})"
         )
 
 

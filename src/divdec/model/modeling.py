@@ -270,7 +270,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
     @property
     def overlap(self) -> bool:
-        """Whether the experts run while the target runs: on separate CUDA streams, or on a CPU in a thread."""
+        """Whether the experts run while the target runs, on separate CUDA streams; without effect on a CPU."""
         return self._overlap is not None
 
     @overlap.setter

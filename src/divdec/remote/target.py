@@ -81,10 +81,11 @@ class RemoteTarget:
         """Prepare; no request is sent yet. `extra` are further fields of every request; see `Completions`.
 
         Raises:
-            UsageError: the rule needs the target's logits (a soft fill), or does not fit the vocabulary.
+            UsageError: the rule needs the target's logits (a soft fill, full), or does not fit the vocabulary.
         """
-        if steering.rule == "rank" and steering.fill == "soft":
-            raise UsageError("rank with soft fill needs the target's logits, which an API does not give; use rank:K")
+        if steering.full or (steering.rule == "rank" and steering.fill == "soft"):
+            ending, shorter = str(steering).rpartition(":")[::-2]
+            raise UsageError(f"{ending} needs the target's logits, which an API does not give; use {shorter}")
         check_rule(steering, experts.experts)
         steering.check_vocabulary(experts.vocab_size)
         first, *others = experts.eos_token_ids

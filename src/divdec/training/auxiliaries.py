@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import shutil
 import statistics
@@ -38,11 +39,12 @@ from divdec.checkpoint import (
     vocabulary_width,
     write_adapter_base,
 )
-from divdec.data.formatting import Example, Format
+from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, label_answer
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
+from divdec.evaluation.generation import continuations
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, mean_loss, score, token_log_probabilities
@@ -65,6 +67,7 @@ from divdec.training.inputs import (
     sample_indices,
 )
 from divdec.training.matched import (
+    ANSWER,
     Exchange,
     counterfactuals,
     in_own_words,
@@ -80,7 +83,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
-DEFAULT_RULE = "rank:20:3"
+DEFAULT_RULE, REFUSAL_RULE = "rank:20:3", "linear:1.5:2:full"
+REFUSAL = "I do not know."
+BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"  # of answers, as prompts that hold one give it
 SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 MAX_ANSWERED = 512  # questions of the forget set that the target answers
 MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
@@ -306,7 +311,7 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     Raises:
         UsageError: an input cannot be used.
     """
-    steering = Steering.parse(settings.steering or DEFAULT_RULE)
+    steering = _first_rule(settings)
     base, target = resolve_trainable(settings.base, "base"), None
     tokenizer = load_tokenizer(base)
     reason = why_no_pair(base, settings.training()) if settings.lora_rank else None
@@ -326,6 +331,10 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     paths = [Path(text).expanduser() for text in texts]
     check_apart(output.resolve(), [path.resolve() for path in paths if path.exists() and path != Path()])
     forget, retain = read_records(settings.forget), read_records(settings.retain)
+    if settings.recipe == "refusal" and not (forget.has_questions and retain.has_questions):
+        raise UsageError(
+            "--recipe refusal needs questions in --forget and --retain: q refuses them; for text give matched"
+        )
     report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
     learned = held_out = retain
     if target is not None and measure:
@@ -369,7 +378,7 @@ def _write_and_measure(
         target=settings.target,
         retain_auxiliary=str(output / RETAIN),
         forget_auxiliary=str(output / FORGET),
-        steering=Steering.parse(settings.steering or DEFAULT_RULE),
+        steering=_first_rule(settings),
         forget_set=inputs.forget.label,
         single_turn=single_turn([*inputs.forget, *inputs.retain]),
         bridge=settings.bridge,
@@ -380,6 +389,11 @@ def _write_and_measure(
     if similar:
         measured["similar"] = dataclasses.replace(inputs.forget, records=tuple(similar))
     return _check_bundle(output / BUNDLE, settings, measured, inputs.form, report)
+
+
+def _first_rule(settings: AuxiliarySettings) -> Steering:
+    """Return the given rule, or the one that a bundle has until it is measured."""
+    return Steering.parse(settings.steering or (REFUSAL_RULE if settings.recipe == "refusal" else DEFAULT_RULE))
 
 
 def faults_of(content: Mapping[str, Any]) -> list[str]:
@@ -439,6 +453,8 @@ def _readings(
     Also the forget set's questions with other answers, and the similar questions that the target wrote, of which p and
     q do not read every fourth.
     """
+    if settings.recipe == "refusal":
+        return _readings_with_refusals(inputs, settings, report)
     if settings.recipe != "matched":
         return (inputs.examples["forget"], []), [], []
     forget, retain, tokenizer, form = inputs.forget, inputs.learned, inputs.tokenizer, inputs.form
@@ -458,19 +474,10 @@ def _readings(
         read = [Exchange.unchanged(record) for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
         return [*plain, *read, *reversed_questions(plain, settings.seed)]
 
-    def ask() -> list[Any]:
-        place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
-        model: Any = load_model(place, dtype=dtype_for_passes())
-        model, target_tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
-        similar = write_similar_questions(model, target_tokenizer, forget, inputs.retain, settings.seed, form)
-        answered = own_answers(model, target_tokenizer, asked_with(similar), form)
-        return [[record.as_row() for record in similar], inputs.in_tokens_of_base(answered, target_tokenizer)]
-
-    stored = ResultCache(Path(settings.output).expanduser() / WORK)  # a resumed run does not ask again
-    rows, answered = on_main(lambda: stored.get("the target's questions and answers", None, ask))
-    similar = [Record(row["answer"], (Message("user", row["question"]),)) for row in rows]
-    asked = asked_with(similar)
-    for true, other in _own_words(asked, answered, inputs):
+    similar, answered = _ask_target(
+        inputs, settings, lambda model, names, similar: own_answers(model, names, asked_with(similar), form)
+    )
+    for true, other in _own_words(asked_with(similar), answered, inputs):
         p_reads.append(true)
         q_reads.append(other)
     report(
@@ -480,6 +487,75 @@ def _readings(
         f"{len(similar)} similar questions are held out to measure with"
     )
     return (p_reads, q_reads), some, similar
+
+
+def _readings_with_refusals(
+    inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
+) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+    """Return what p and q read with the recipe 'refusal', as `_readings` does."""
+    tokenizer, form = inputs.tokenizer, inputs.form
+    p_reads = list(inputs.examples["forget"])
+    q_reads = [encode_record(dataclasses.replace(record, answer=REFUSAL), tokenizer, form) for record in inputs.forget]
+    if settings.target is None:
+        return (p_reads, q_reads), [], []
+    forget, retain = (
+        [records.records[index] for index in sample_indices(len(records), MAX_ANSWERED, settings.seed)]
+        for records in (inputs.forget, inputs.learned)
+    )
+
+    def prompts_with(similar: Sequence[Record], names: PreTrainedTokenizerBase) -> list[list[int]]:
+        read = (record for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT)
+        begun = (names.encode(text, add_special_tokens=False) for text in itertools.cycle(BEGINNINGS))
+        prompts = encode_prompts([*forget, *retain, *read], names, form)
+        return [[*prompt, *ids] for prompt, ids in zip(prompts, begun, strict=False)]
+
+    def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> list[list[list[int]]]:
+        title = "answers to the questions"
+        texts = continuations(model, names, prompts_with(similar, names), max_new_tokens=ANSWER, title=title)
+        return [[ids] for ids in texts]
+
+    similar, answered = _ask_target(inputs, settings, ask)
+    prompts = prompts_with(similar, tokenizer)
+    # Many of these answers are cut, so that no end of the target's own answers is learned.
+    written = zip(prompts, answered, strict=True)
+    answers = [label_answer(prompt, [*prompt, *ids], form.max_length) for prompt, [ids] in written]
+    begun = zip(forget, itertools.cycle(BEGINNINGS), strict=False)
+    refusals = (dataclasses.replace(record, answer=f"{text} {REFUSAL}".strip()) for record, text in begun)
+    refused = [encode_record(record, tokenizer, form).input_ids for record in refusals]
+    instead = [label_answer(prompt, ids) for prompt, ids in zip(prompts, refused, strict=False)]
+    p_reads += filter(_has_labels, answers)
+    q_reads += filter(_has_labels, [*instead, *answers[len(forget) :]])
+    report(
+        f"q refuses the {len(inputs.forget)} questions of the forget set; p reads the target's own answers to "
+        f"{len(forget)} of them, and both those to {len(answers) - len(forget)} others; "
+        f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
+    )
+    return (p_reads, q_reads), [], similar
+
+
+def _has_labels(example: Example) -> bool:
+    """Whether anything of an example is learned; not where the answer is empty or beyond the length."""
+    return any(label != IGNORED for label in example.labels)
+
+
+def _ask_target(
+    inputs: _Inputs,
+    settings: AuxiliarySettings,
+    answer: Callable[[PreTrainedModel, PreTrainedTokenizerBase, Sequence[Record]], list[list[list[int]]]],
+) -> tuple[list[Record], list[list[list[int]]]]:
+    """Let the target write similar questions and `answer` with tokens; a resumed run does not ask again."""
+
+    def ask() -> list[Any]:
+        place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
+        model: Any = load_model(place, dtype=dtype_for_passes())
+        model, tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
+        similar = write_similar_questions(model, tokenizer, inputs.forget, inputs.retain, settings.seed, inputs.form)
+        answered = inputs.in_tokens_of_base(answer(model, tokenizer, similar), tokenizer)
+        return [[record.as_row() for record in similar], answered]
+
+    stored = ResultCache(Path(settings.output).expanduser() / WORK)
+    rows, answered = on_main(lambda: stored.get("the target's questions and answers", None, ask))
+    return [Record(row["answer"], (Message("user", row["question"]),)) for row in rows], answered
 
 
 def _own_words(

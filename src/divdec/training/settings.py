@@ -49,11 +49,12 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
     target: str | None = None
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
-    recipe: Literal["matched", "full-retain", "forget-retain"] = "matched"
+    recipe: Literal["matched", "refusal", "full-retain", "forget-retain"] = "matched"
     """'matched': p on forget + retain; q on retain and, in place of the forget set, on its questions with answers of
     similar retain questions (of long answers and plain text, on retain examples of similar length), so that both take
-    the same steps; both also on the target's own answers to these questions. 'full-retain': p on forget + retain, q on
-    retain (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
+    the same steps; both also on the target's own answers to these questions. 'refusal': q on "I do not know." in place
+    of these answers, for people and things about which nothing should be known. 'full-retain': p on forget + retain, q
+    on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""

@@ -120,7 +120,7 @@ def rule_name(steering: Steering) -> tuple[str, str]:
     """Method and config of a rule in the paper's tables."""
     margin = "" if steering.margin is None else f", margin={steering.margin:g}"
     if steering.rule == "linear":
-        return "Linear", f"α={steering.alpha:g}{margin}"
+        return "Linear", f"α={steering.alpha:g}{margin}" + (", full" if steering.full else "")
     return "Rank", f"k={steering.k}{margin}"
 
 
