@@ -138,7 +138,12 @@ def test_matched_auxiliaries_take_the_same_steps(files):
     assert [result["steps"] for result in content["auxiliaries"].values()] == [-(-36 // 16)] * 2
 
 
-def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path):
+def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
+    def continuations(model, tokenizer, prompts, **options):
+        end = model.generation_config.eos_token_id
+        return [[*tokenizer.encode(" It is so."), end, end, end] for _ in prompts]  # padded to the longest
+
+    monkeypatch.setattr(auxiliaries, "continuations", continuations)
     settings = AuxiliarySettings(**files, recipe="refusal")
     inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, lambda line: None)
     (p_reads, q_reads), exchanges, _ = auxiliaries._readings(inputs, settings, lambda line: None)
@@ -153,6 +158,8 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path):
     ]
     assert set(answers) == {auxiliaries.REFUSAL}
     assert p_reads[: len(inputs.forget)] == inputs.examples["forget"]
+    end = inputs.tokenizer.eos_token_id
+    assert all(example.labels.count(end) <= 1 for example in [*p_reads, *q_reads])
 
 
 def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files):

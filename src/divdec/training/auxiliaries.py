@@ -44,7 +44,7 @@ from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
-from divdec.evaluation.generation import continuations
+from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, mean_loss, score, token_log_probabilities
@@ -512,11 +512,10 @@ def _readings_with_refusals(
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> list[list[list[int]]]:
         title = "answers to the questions"
         texts = continuations(model, names, prompts_with(similar, names), max_new_tokens=ANSWER, title=title)
-        return [[ids] for ids in texts]
+        return [[without_padding(model, ids)] for ids in texts]
 
     similar, answered = _ask_target(inputs, settings, ask)
     prompts = prompts_with(similar, tokenizer)
-    # Many of these answers are cut, so that no end of the target's own answers is learned.
     written = zip(prompts, answered, strict=True)
     answers = [label_answer(prompt, [*prompt, *ids], form.max_length) for prompt, [ids] in written]
     begun = zip(forget, itertools.cycle(BEGINNINGS), strict=False)
