@@ -157,7 +157,7 @@ class Steering:
     k: int = 20
     """Number of tokens that the rank rule masks."""
     margin: float | None = None
-    """Least log p − log q of a token that the rule acts on, so that none is raised; None for any token."""
+    """Least log p − log q of a token that the rule lowers, so that none is raised unless `full`; None for any token."""
     full: bool = False
     """With a margin, let the linear rule act on all tokens wherever it lowers the target's first choice."""
     fill: str = "hard"

@@ -240,6 +240,12 @@ def test_controls_preserve_bundle_vocabulary_and_fill():
     assert controls.k_range == (1, 3)
 
 
+def test_controls_of_a_full_rule_offer_both_rules():
+    controls = SteeringControls(Steering.parse("linear:2.5:2:full"), eligible_size=500)
+    assert str(controls.steering("linear", 2.0, 3)) == "linear:2:2:full"
+    assert str(controls.steering("rank", 2.0, 3)) == "rank:3:2"
+
+
 def shifts(target, steered, chosen):
     return compute_shifts(target, steered, torch.tensor(chosen), str, reveal=True)
 

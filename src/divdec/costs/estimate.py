@@ -37,7 +37,7 @@ class CostSettings:
     """Epochs of distillation, if different."""
     recipe: Literal["forget-retain", "full-retain", "matched", "refusal"] = "forget-retain"
     """Recipe of `divdec train`: 'forget-retain' reads each set once (the paper's formula), 'full-retain' the retain set
-    twice, 'matched' both sets twice."""
+    twice, 'matched' and 'refusal' both sets twice."""
     embeddings: Literal["counted", "uncounted"] = "counted"
     """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
     verbatim: bool = False

@@ -35,8 +35,8 @@ def auxiliary_training(
     """FLOPs of training both auxiliaries, 6·n·e_n·(d_retain + d_forget).
 
     The formula is that of the recipe forget-retain (the paper's MUSE). With full-retain (the paper's TOFU) both
-    auxiliaries read the retain set: 6·n·e_n·(2·d_retain + d_forget). With matched, q also reads as many tokens
-    in place of the forget set: 6·n·e_n·2·(d_retain + d_forget).
+    auxiliaries read the retain set: 6·n·e_n·(2·d_retain + d_forget). With matched and refusal, q also reads as many
+    tokens in place of the forget set: 6·n·e_n·2·(d_retain + d_forget).
     """
     forget_passes, retain_passes = {"forget-retain": (1, 1), "full-retain": (1, 2)}.get(recipe, (2, 2))
     return 6 * n * epochs * (retain_passes * retain_tokens + forget_passes * forget_tokens)

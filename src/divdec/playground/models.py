@@ -123,7 +123,7 @@ class SteeringControls:
         smallest, largest = self.k_range
         if not is_number(k) or not smallest <= k <= largest or k != int(k):
             raise UsageError(f"k is {k!r}; accepted: a whole number from {smallest} to {largest}")
-        return dataclasses.replace(self.default, rule="rank", k=int(k))
+        return dataclasses.replace(self.default, rule="rank", k=int(k), full=False)
 
 
 class SteeredModel:

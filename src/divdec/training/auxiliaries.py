@@ -525,7 +525,7 @@ def _readings_with_refusals(
     p_reads += filter(_has_labels, answers)
     q_reads += filter(_has_labels, [*instead, *answers[len(forget) :]])
     report(
-        f"q refuses the {len(inputs.forget)} questions of the forget set; p reads the target's own answers to "
+        f"q reads refusals of the {len(inputs.forget)} questions of the forget set, p the target's own answers to "
         f"{len(forget)} of them, and both those to {len(answers) - len(forget)} others; "
         f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
