@@ -665,7 +665,6 @@ class AttackTargets:
                     {name: documents(records, tokenizer) for name, records in sets.items()},
                     vocabulary_width(load_config(self.benchmark.target)),
                     order=3,
-                    space="score",
                     tokenizer=vocabulary_sha256(tokenizer),
                 )
         return write_bundle(

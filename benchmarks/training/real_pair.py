@@ -47,6 +47,7 @@ RECIPES = {
     "lora": {"lora_rank": 16, "lr": 2e-4, "epochs": 4.0},
     "lora-6": {"lora_rank": 16, "lr": 3e-4, "epochs": 6.0},
     "all": {"lora_rank": 0, "lr": 2e-5, "epochs": 4.0},
+    "refusal": {"recipe": "refusal", "lora_rank": 16, "lr": 2e-4, "epochs": 4.0},
 }
 GENERATED = ("linear:1.5", "linear:1.5:3", "rank:20", "rank:20:3")
 MARGINS = (1.0, 2.0, 3.0, 5.0)
@@ -98,6 +99,7 @@ def all_forms():
     rules |= {
         f"linear:{alpha:g}, lowering, hard {margin:g}": f"linear:{alpha:g}:{margin:g}" for alpha, margin in lowering
     }
+    rules |= {text: text for alpha, margin in lowering for text in [f"linear:{alpha:g}:{margin:g}:full"]}
     for name, text in rules.items():
         rule = Steering.parse(text)
         forms[name] = lambda target, q, p, rule=rule: rule.apply(target, q - p)

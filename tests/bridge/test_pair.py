@@ -76,11 +76,10 @@ def slow_reference(pair, ids):
         text = b"".join(reader.bytes[token] or b"" for token in ids[:place]).decode(errors="ignore")
         own = reader.auxiliary.tokenizer(text)["input_ids"]
         logits = [model(input_ids=torch.tensor([own])).logits[0, -1] for model in (pair.retain, pair.forget)]
-        difference = logits[0] - logits[1]
+        difference = logits[0].log_softmax(-1) - logits[1].log_softmax(-1)
         real = [token for token, text in enumerate(reader.auxiliary.bytes) if text is not None]
-        difference = difference - difference[real].median()
         source = torch.from_numpy(pair.map.source)
-        found.append(torch.where(source < 0, 0.0, difference[source.clamp(min=0)]))
+        found.append(torch.where(source < 0, difference[real].median(), difference[source.clamp(min=0)]))
     return torch.stack(found)
 
 

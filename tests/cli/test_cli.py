@@ -307,13 +307,14 @@ def test_chat_follows_bundle_single_turn_setting_unless_overridden(bundle, monke
 
 def test_chat_generates_changes_steering_and_shows_help(bundle, monkeypatch, capsys):
     commands = (
-        "Where was Ana born?|/why|/alpha 3|/alpha much|/rule rank:7|And then?|/why|/nonsense|/reset|/quit|never read|"
+        "Where was Ana born?|/why|/alpha 3|/alpha much|/rule linear:2:1:full|/alpha 3|/rule rank:7|And then?|/why|/nonsense|/reset|/quit|never read|"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO(commands.replace("|", "\n")))
     assert main("chat", bundle, "--max-new-tokens", 5) == 0
     said = capsys.readouterr().out
     assert "steering linear:1.5" in said
-    assert "steering linear:3" in said
+    assert "steering linear:3\n" in said
+    assert "steering linear:3:1:full\n" in said  # another strength of the same form
     assert "'linear:much' is not a number" in said
     assert "steering rank:7" in said
     assert said.count("suppressed") == 2 + said.count("which tokens the experts suppressed")

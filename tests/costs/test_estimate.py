@@ -68,7 +68,7 @@ def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
-     {"volume": "many"}, {"epochs": 0.0}, {"distill_epochs": float("nan")},
+     {"volume": "many"}, {"epochs": 0.0}, {"epochs": float("nan")},
      {"epochs": 1e300}, {"context": "0"}],
 )  # fmt: skip
 def test_invalid_cost_settings_give_one_line_error(wrong):

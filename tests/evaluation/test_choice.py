@@ -151,7 +151,7 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
         return Replies(8, leaks=leaks, limit=8, tokens=[[5, 6]] * 8)
 
     monkeypatch.setattr(choice, "ask", asked)
-    monkeypatch.setattr(choice, "count_recited", lambda model, _, passages: len(passages) * (model is steered.target))
+    monkeypatch.setattr(choice, "recites", lambda model, _, passages: [model is steered.target] * len(passages))
     settings = [Steering(alpha=2e-6), Steering(alpha=1e-6)]
     report = choose_rule(steered, tokenizer, sets | {"similar": similar, "retain": retain}, settings, min_retain=0.0)
     figures = {row.steering: (row.unchanged, row.answered) for row in report.settings}

@@ -281,7 +281,8 @@ def test_probability_drops_are_distribution_differences(model):
         target = model.target(ids).logits[0, 2:5].softmax(-1)
         steered = model(ids).logits[0, 2:5].softmax(-1)
     largest = (target - steered).flatten().topk(5).values.tolist()
-    assert [item.drop for item in result] == pytest.approx(largest, abs=1e-5)
+    drops = [item.target_probability - item.steered_probability for item in result]
+    assert drops == pytest.approx(largest, abs=1e-5)
     for item in result:
         assert item.answer_token == answer[item.position]
         assert item.target_probability == pytest.approx(target[item.position, item.token].item(), abs=1e-5)

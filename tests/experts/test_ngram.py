@@ -37,14 +37,8 @@ def test_ngram_scores_match_dictionary_implementation(folder, documents, order, 
     assert counts.distinct == len(slow.counts)
     contexts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=order - 1), min_size=1, max_size=5))
     padded = np.array([[-1] * (order - 1 - len(context)) + context for context in contexts])
-    for space in ("score", "log"):
-        model = StupidBackoff(counts, space)
-        result = model.scores(padded).numpy()
-        expected = np.stack([slow.scores(context, space) for context in contexts])
-        if space == "score":
-            assert np.array_equal(result, expected)
-        else:  # numpy's and Python's logarithms may differ in their last digit
-            np.testing.assert_allclose(result, expected, rtol=1e-6)
+    result = StupidBackoff(counts).scores(padded).numpy()
+    assert np.array_equal(result, np.stack([slow.scores(context) for context in contexts]))
 
 
 @pytest.mark.parametrize("document", [[3], [3, 4], [3, 4, 5]])
@@ -184,8 +178,6 @@ def test_invalid_counts_give_one_line_error(folder, tmp_path):
         NgramPair(one, one)
     with pytest.raises(UsageError, match="belong together"):
         NgramPair(one, fit([[1, 2]], VOCAB, folder(), order=2))
-    with pytest.raises(UsageError, match="space"):
-        NgramPair(one, fit([[1, 2]], VOCAB, folder()), "probability")
     with pytest.raises(UsageError, match=r"no counts\.json"):
         NgramCounts.load(tmp_path)
     (path / "keys-2.npy").write_bytes((path / "keys-2.npy").read_bytes()[:-1] + b"\1")

@@ -185,15 +185,15 @@ def documents():
 
 
 @functools.cache
-def ngrams(space):
+def ngrams():
     counts = [count(texts, VOCAB, ORDER) for texts in documents()]
     slow = [SlowNgrams(texts, VOCAB, ORDER) for texts in documents()]
 
     def divergence(ids):
-        retain, forget = (torch.from_numpy(one.scores(ids[-ORDER + 1 :], space)) for one in slow)
+        retain, forget = (torch.from_numpy(one.scores(ids[-ORDER + 1 :])) for one in slow)
         return retain - forget
 
-    return NgramPair(*counts, space), divergence
+    return NgramPair(*counts), divergence
 
 
 @functools.cache
@@ -235,7 +235,7 @@ def experts_of(kind, architecture, others, dtype):
         retain, forget = (model_of(name, seed, dtype) for seed, name in enumerate(names, start=1))
         return *_pair(retain, forget), retain
     if kind == "n-grams":
-        return *ngrams("log" if len(others[0]) % 2 else "score"), None
+        return *ngrams(), None
     if kind == "registry":
         return None, lambda ids: torch.zeros(VOCAB), None
     if kind == "bridged":

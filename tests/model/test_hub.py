@@ -103,7 +103,7 @@ def test_ngrams_are_pushed(own_checkpoints, tmp_path):
     for side, text in (("retain", "The cat sat on the mat. "), ("forget", "A dog ran over the hill. ")):
         (tmp_path / f"{side}.txt").write_text(text * 20)
         counted[side] = documents(read_records(str(tmp_path / f"{side}.txt")), tokenizer)
-    pair = {"order": 3, "space": "score", "tokenizer": vocabulary_sha256(tokenizer)}
+    pair = {"order": 3, "tokenizer": vocabulary_sha256(tokenizer)}
     labels = {"retain_set": "retain", "forget_set": "forget", "forget_counts": "forget"}
     (tmp_path / "counts").mkdir()
     write_pair(tmp_path / "counts", counted, len(tokenizer), **pair, **labels)

@@ -373,9 +373,12 @@ class TestNeverUnsteered:
         with pytest.raises(UsageError, match="with 2 tokens; the request allows 1"):
             remote(provider(request=more).url, bundle).generate(prompts[0], TOKENS)
 
-    @pytest.mark.parametrize("rule", ["rank:20:soft", "linear:1:3:full"])
-    def test_rule_that_needs_target_logits_is_refused(self, remote, url, bundle, rule):
-        with pytest.raises(UsageError, match=f"{rule.rpartition(':')[2]} needs the target's logits"):
+    @pytest.mark.parametrize(
+        ("rule", "other"),
+        [("rank:20:3:soft", "rank:20:3"), ("rank:20:soft", "rank:20"), ("linear:1:3:full", "linear:1")],
+    )
+    def test_rule_that_needs_target_logits_is_refused(self, remote, url, bundle, rule, other):
+        with pytest.raises(UsageError, match=f"{rule.rpartition(':')[2]} needs the target's logits.*; use {other}$"):
             remote(url, bundle, rule)
 
 

@@ -1,7 +1,6 @@
 """The slow, obvious way: three independent forwards of one unpadded sequence, and the paper's formula."""
 
 import collections
-import math
 
 import numpy as np
 import torch
@@ -69,19 +68,16 @@ class SlowNgrams:
         )
         self.total = sum(map(len, documents))
 
-    def score(self, context, token, space="score"):
+    def score(self, context, token):
         context = tuple(context)[max(len(context) - self.order + 1, 0) :]
         if not context:
-            if space == "log":
-                return (self.counts[(token,)] + 1) / (self.total + self.vocab_size)
             return self.counts[(token,)] / self.total
         if count := self.counts[(*context, token)]:
             return count / self.counts[context]
-        return 0.4 * self.score(context[1:], token, space)
+        return 0.4 * self.score(context[1:], token)
 
-    def scores(self, context, space="score"):
-        found = [self.score(context, token, space) for token in range(self.vocab_size)]
-        return np.float32([math.log(score) for score in found] if space == "log" else found)
+    def scores(self, context):
+        return np.float32([self.score(context, token) for token in range(self.vocab_size)])
 
 
 class StepByStep:

@@ -24,10 +24,10 @@ from divdec.evaluation.recitation import (
     RUN,
     SPELLINGS,
     Passage,
-    count_recited,
     longest_run,
     measure,
     passages_of,
+    recites,
     respell,
 )
 from divdec.evaluation.scoring import probability_drops, unchanged_answers
@@ -296,8 +296,8 @@ def test_passages_cover_recitable_text(reciting, tokenizer):
     assert (len(drawn), total > 100) == (5, True)
     assert drawn == passages_of(texts_of("t", [ARTICLE * 40]), tokenizer, most=5)[0]
     beginning = [passage for passage in passages if passage.prompt == ids[:PREFIX]]
-    assert count_recited(load_model(reciting), tokenizer, beginning) == 1
-    assert count_recited(load_model(reciting), tokenizer, []) == 0
+    assert recites(load_model(reciting), tokenizer, beginning) == [True]
+    assert recites(load_model(reciting), tokenizer, []) == []
 
 
 def test_recitation_of_questions_is_measured_on_answers(tokenizer):

@@ -148,15 +148,14 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
     inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, lambda line: None)
     (p_reads, q_reads), exchanges, _ = auxiliaries._readings(inputs, settings, lambda line: None)
     assert exchanges == []  # nothing for rounds
-    assert len(p_reads) == len(q_reads) > 2 * len(inputs.forget)
-    shared = [example for example in q_reads if example in p_reads]
-    assert len(shared) == len(q_reads) - 2 * len(inputs.forget)  # the target's answers to other questions
-    answers = [
+    refused = [other for true, other in zip(p_reads, q_reads, strict=True) if other != true]
+    assert len(refused) > 2 * len(inputs.forget)
+    assert len(refused) < len(p_reads)  # both read the target's answers to other questions
+    answers = {
         inputs.tokenizer.decode([token for token in example.labels if token >= 0], skip_special_tokens=True).strip()
-        for example in q_reads
-        if example not in shared
-    ]
-    assert set(answers) == {auxiliaries.REFUSAL}
+        for example in refused
+    }
+    assert answers == {auxiliaries.REFUSAL}
     assert p_reads[: len(inputs.forget)] == inputs.examples["forget"]
     end = inputs.tokenizer.eos_token_id
     assert all(example.labels.count(end) <= 1 for example in [*p_reads, *q_reads])

@@ -281,7 +281,7 @@ def ngram_bundle(world, tokenizer, checkpoints, tmp_path_factory):
     }
     (folder / "pair").mkdir()
     write_pair(
-        folder / "pair", sets, len(tokenizer), order=3, space="score", tokenizer=vocabulary_sha256(tokenizer),
+        folder / "pair", sets, len(tokenizer), order=3, tokenizer=vocabulary_sha256(tokenizer),
         retain_set="r", forget_set="f", forget_counts="forget",
     )  # fmt: skip
     return write_bundle(

@@ -313,8 +313,7 @@ class AlignedSequence:
 class DivergenceMapper:
     """Divergence over the target's vocabulary from the auxiliaries' logits over their own.
 
-    The divergence is centered on its median, so that a token that neither auxiliary prefers has divergence 0. A target
-    token without a source also has divergence 0.
+    It is log q − log p, as that of a pair with the target's tokenizer. A target token without a source has its median.
 
     Args:
         target_bytes: bytes of the target's tokens.
@@ -359,7 +358,7 @@ class DivergenceMapper:
         forget: Float[Tensor, "inputs width"],
         inputs: Sequence[AuxiliaryInput],
     ) -> Float[Tensor, "inputs vocab"]:
-        """Return ℓ_q − ℓ_p over the target's vocabulary after each input; NaN where an auxiliary is not finite.
+        """Return log q − log p over the target's vocabulary after each input; NaN where an auxiliary is not finite.
 
         Args:
             retain: the retain auxiliary's logits after the last token.
@@ -371,15 +370,14 @@ class DivergenceMapper:
         retain, forget = retain[..., :width], forget[..., :width]
         self._text_tokens = self._text_tokens.to(retain.device)
         finite = self._is_finite(retain) & self._is_finite(forget)
-        difference = retain - forget
-        centered = difference - difference[:, self._text_tokens].median(dim=-1, keepdim=True).values
-        result = centered.new_empty(len(inputs), self._width)
+        divergence = retain - forget - (retain.logsumexp(-1, keepdim=True) - forget.logsumexp(-1, keepdim=True))
+        result = divergence.new_empty(len(inputs), self._width)
         keys = [
             (auxiliary_input.target_strips_space, auxiliary_input.auxiliary_adds_space) for auxiliary_input in inputs
         ]
         for key in set(keys):
             rows = [row for row, row_key in enumerate(keys) if row_key == key]
-            result[rows] = self._gather(centered[rows], key)
+            result[rows] = self._gather(divergence[rows], key)
         # A gather may drop a value that is not finite. NaN makes the steered model raise an error.
         return result.masked_fill(~finite[:, None], torch.nan)
 
@@ -393,7 +391,8 @@ class DivergenceMapper:
         source = self._sources.get(key)
         if source is None or source.device != values.device:
             source = self._sources[key] = torch.from_numpy(self.map(*key).source).to(values.device)
-        return values[:, source.clamp(min=0)].masked_fill(source < 0, 0.0)
+        median = values[:, self._text_tokens].median(dim=-1, keepdim=True).values
+        return torch.where(source < 0, median, values[:, source.clamp(min=0)])
 
     @functools.cached_property
     def _normalized_bytes(self) -> TokenBytes:

@@ -49,7 +49,7 @@ def bundle(
         retain_auxiliary: q, the auxiliary trained without the forget set: a checkpoint or LoRA adapter, as a folder or
             hub id.
         forget_auxiliary: p, the auxiliary trained with the forget set, in the same forms.
-        steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; linear:1.5 by default. Not needed for
+        steering: The rule: linear:ALPHA[:MARGIN[:full]] or rank:K[:MARGIN]; linear:1.5 by default. Not needed for
             a bundle with only a registry.
         ngram: An n-gram pair (`divdec ngram`), instead of the auxiliaries or added to them.
         ngram_weight: Weight of the n-gram divergence.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /alpha NUMBER   steer linearly with this strength
-/rule RULE      steer with linear:ALPHA[:MARGIN] or rank:K[:MARGIN]
+/rule RULE      steer with linear:ALPHA[:MARGIN[:full]] or rank:K[:MARGIN]
 /why            show which tokens the experts suppressed in the last answer, and by how much
 /reset          begin a new conversation
 /quit           leave (or Ctrl-D)"""
@@ -124,7 +124,8 @@ class ChatSession:
             self.turns, self.last_answer = (), []
             print("new conversation")
         elif command == "/alpha":
-            self._steer(f"linear:{argument.strip()}")
+            rule, _, *rest = str(self.model.steering).split(":")
+            self._steer(":".join(["linear", argument.strip(), *(rest if rule == "linear" else ())]))
         elif command == "/rule":
             self._steer(argument.strip())
         elif command == "/why":

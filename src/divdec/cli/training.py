@@ -58,7 +58,7 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     """
     from accelerate import PartialState
 
-    from divdec.training.auxiliaries import faults_of, train_auxiliaries
+    from divdec.training.auxiliaries import REFUSAL_RULE, faults_of, train_auxiliaries
 
     quiet()
     check_not_bundle(settings.target, "--target")
@@ -76,7 +76,8 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     else:
         print(f"auxiliaries: {settings.output}")
         if not faults:
-            print("next: divdec bundle --target … (see divdec bundle --help)")
+            rule = f" --steering {REFUSAL_RULE}" if settings.recipe == "refusal" else ""
+            print(f"next: divdec bundle --target …{rule} (see divdec bundle --help)")
     if faults:
         print(f"no rule is good enough: {'; '.join(faults)}{_advice(settings, content)}", file=sys.stderr)
     return code

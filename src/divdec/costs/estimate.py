@@ -33,8 +33,6 @@ class CostSettings:
     """Number of tokens that the model reads and generates before the forget set or the model changes, such as 1B."""
     epochs: float = 10.0
     """Epochs of the auxiliaries' training and of distillation."""
-    distill_epochs: float | None = None
-    """Epochs of distillation, if different."""
     recipe: Literal["forget-retain", "full-retain", "matched", "refusal"] = "forget-retain"
     """Recipe of `divdec train`: 'forget-retain' reads each set once (the paper's formula), 'full-retain' the retain set
     twice, 'matched' and 'refusal' both sets twice."""
@@ -51,10 +49,8 @@ class CostSettings:
         for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0), ("volume", 0.0)):
             if (value := getattr(self, name)) is not None:
                 parse_quantity(value, option(name), least)
-        for name in ("epochs", "distill_epochs"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= MAX_EPOCHS:
-                raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {MAX_EPOCHS:,}")
+        if not 0 < self.epochs <= MAX_EPOCHS:
+            raise UsageError(f"--epochs is {self.epochs:g}; accepted: a number above 0, at most {MAX_EPOCHS:,}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +123,11 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
     retain = parse_quantity(settings.retain_tokens, "--retain-tokens")
     volume = None if settings.volume is None else parse_quantity(settings.volume, "--volume")
     context = parse_quantity(settings.context, "--context", least=1.0)
-    epochs = settings.epochs if settings.distill_epochs is None else settings.distill_epochs
     training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live")
 
     def by_teacher(formula: Callable[..., float]) -> dict[Teacher, float]:
-        return {teacher: formula(N, n, epochs, forget, teacher) for teacher in teachers}
+        return {teacher: formula(N, n, settings.epochs, forget, teacher) for teacher in teachers}
 
     distillation, break_even = by_teacher(formulas.distillation), by_teacher(formulas.break_even)
     options = {

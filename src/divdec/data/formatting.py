@@ -127,12 +127,13 @@ def label_answer(prompt_ids: Sequence[int], whole_ids: list[int], max_length: in
 
     A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
     """
-    start = _shared_length(prompt_ids, whole_ids)
+    start = shared_length(prompt_ids, whole_ids)
     whole_ids = whole_ids[:max_length]
     return Example(whole_ids, [IGNORED] * start + whole_ids[start:])
 
 
-def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of elements that two sequences share at their beginning."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
@@ -276,7 +277,7 @@ def _warn_of_dropped_text(tokenizer: PreTrainedTokenizerBase, form: Format) -> N
         finished = _render((*turns, Message("assistant", "second turn")), tokenizer, form, add_generation_prompt=False)
     except UsageError:  # the template needs other turns
         prompt = finished = ""
-    _DROPPED[key] = prompt[_shared_length(prompt, finished) :].strip()
+    _DROPPED[key] = prompt[shared_length(prompt, finished) :].strip()
     if _DROPPED[key]:
         print(
             f"warning: the chat template ends prompts with {_DROPPED[key]!r} and leaves it out of finished turns: "

@@ -27,7 +27,7 @@ from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import continuation, decoded, question_of
-from divdec.evaluation.recitation import Passage, count_recited, passages_of
+from divdec.evaluation.recitation import Passage, passages_of, recites
 from divdec.evaluation.scoring import (
     ItemScore,
     mean_loss,
@@ -67,7 +67,7 @@ within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 MAX_EXCESS = 0.02  # negligible difference of AUCs
 MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MAX_ASKED = 5  # settings whose answers are generated
+MAX_ASKED = 5  # settings whose answers are generated; twice as many where there are full ones, too
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
 PROMPT = 16  # tokens of a plain neutral text before its continuation
@@ -215,7 +215,8 @@ class RuleChoice:
                 f"its AUCs differ from q's by {best.distance:.3f} on average (allowed: {MAX_DISTANCE:g}): membership "
                 "in the forget set shows otherwise than in a model that has not learned it"
             )
-        strengths = [row.strength for row in self.settings if row.steering.rule == best.steering.rule]
+        form = best.steering.rule, best.steering.full
+        strengths = [row.strength for row in self.settings if (row.steering.rule, row.steering.full) == form]
         if best.strength == max(strengths) and best.excess > MAX_EXCESS:
             faults.append(f"{best.steering} is the strongest of its rule that was tried: a better one may lie beyond")
         elif best.strength == min(strengths) and best.excess < -MAX_EXCESS:
@@ -560,7 +561,8 @@ def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool) ->
     if not keeping:
         return [max(rows, key=lambda row: (row.retain / (row.perplexity or 1.0), -row.forget))]
     if not by_distance:
-        return sorted(keeping, key=lambda row: row.forget)[:MAX_ASKED]
+        most = MAX_ASKED * (2 if any(row.steering.full for row in rows) else 1)
+        return sorted(keeping, key=lambda row: row.forget)[:most]
     # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
     first, *others = sorted(keeping, key=lambda row: (round(row.distance, 3), math.copysign(row.forget, row.excess)))
     return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:MAX_ASKED]
@@ -734,7 +736,7 @@ class _GreedyAnswers:
         """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
         if not self._forget.has_questions:
             passages = self._passages(tokenizer)
-            return {"leaked": count_recited(model, tokenizer, passages) / len(passages)}
+            return {"leaked": sum(recites(model, tokenizer, passages)) / len(passages)}
         replies = self.ask(model, tokenizer, self._forget, known)
         return {
             "leaked": replies.leaks / replies.count,

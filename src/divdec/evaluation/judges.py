@@ -7,13 +7,13 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from divdec.checkpoint import CheckpointReference, check_weights, load_tokenizer
+from divdec.checkpoint import CheckpointReference, check_weights, load_model, load_tokenizer
 from divdec.endpoint import Endpoint
-from divdec.errors import UsageError, first_line
+from divdec.errors import UsageError
 from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.phrases import (
     SIMILARITY,
@@ -95,17 +95,10 @@ class EntailmentJudge:
         folder = CheckpointReference.parse(checkpoint).resolve(Path(), weights=True)
         check_weights(folder)
         try:
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, output_loading_info=True
-            )
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            message = f"judge {folder} cannot be loaded as a sequence classifier ({first_line(error)})"
-            raise UsageError(message) from None
-        model, loading = loaded
-        if loading["missing_keys"]:
-            # A classification head that is not in the file would be random.
-            listed = ", ".join(sorted(map(str, loading["missing_keys"]))[:3])
-            raise UsageError(f"judge {folder} lacks the weights {listed}; give a classifier trained on entailment")
+            # A classification head that is not in the file would be random: refused.
+            model = load_model(folder, AutoModelForSequenceClassification)
+        except UsageError as error:
+            raise UsageError(f"{error}; the judge must be a classifier trained on entailment") from None
         labels = model.config.id2label or {}
         entailment = [int(index) for index, label in labels.items() if label.strip().casefold() == "entailment"]
         if len(entailment) != 1:

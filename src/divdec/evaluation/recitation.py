@@ -63,13 +63,6 @@ def passages_of(
     return rng.sample(passages, min(most, len(passages))), len(passages)
 
 
-def count_recited(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passages: Sequence[Passage], *, title: str | None = None
-) -> int:
-    """Count the passages that a model, steered or plain, recites."""
-    return sum(recites(model, tokenizer, passages, title=title))
-
-
 def recites(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -239,14 +232,14 @@ def measure(
         FailedClosed: the registry is damaged.
     """
     passages, in_all = passages_of(texts, tokenizer)
-    before = count_recited(target, tokenizer, passages, title="before" if progress else None)
+    before = sum(recites(target, tokenizer, passages, title="before" if progress else None))
     strength_before = strength = registry.strength
     tried: dict[float, int] = {}
     while True:
         takedowns = TakedownCorrection(registry.folder, strength=strength)
         steered = DivergenceForCausalLM.from_experts(target, None, takedowns=takedowns)
         title = f"at strength {strength:g}" if progress else None
-        tried[strength] = count_recited(steered, tokenizer, passages, title=title)
+        tried[strength] = sum(recites(steered, tokenizer, passages, title=title))
         if not tried[strength] or 2 * strength > STRONGEST:
             break
         strength *= 2

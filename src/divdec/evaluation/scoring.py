@@ -263,11 +263,6 @@ class ProbabilityDrop:
     target_probability: float
     steered_probability: float
 
-    @property
-    def drop(self) -> float:
-        """Difference of the probabilities."""
-        return self.target_probability - self.steered_probability
-
 
 @torch.inference_mode()
 def probability_drops(

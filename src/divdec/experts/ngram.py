@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.errors import UsageError
-from divdec.experts.ngram_counts import BACKOFF, SPACES, Counts
+from divdec.experts.ngram_counts import BACKOFF, Counts
 from divdec.experts.protocol import BaseExperts, Inputs
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 
@@ -18,15 +18,12 @@ from divdec.experts.token_cache import PADDING, TokenCache, masked
 class StupidBackoff:
     """Scores S(w | context) = f(context w) / f(context), or 0.4·S(w | shorter context) if that is 0 (eq. 5).
 
-    In the space 'log' the scores are logarithms, and every unigram counts once more.
-
     Scores are a dense row, equal for all contexts of one length, into which the scores of the context's followers are
     written.
     """
 
-    def __init__(self, counts: Counts, space: str = "score") -> None:
+    def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        self.space = space
         self._longest = counts.order - 1
 
     def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
@@ -44,11 +41,11 @@ class StupidBackoff:
     @functools.cached_property
     def _without_followers(self) -> Float[Tensor, "order vocab"]:
         """The scores after a context without followers, for each length of contexts."""
-        counts = np.asarray(self.counts.unigrams).astype(np.float64) + (1 if self.space == "log" else 0)
+        counts = np.asarray(self.counts.unigrams).astype(np.float64)
         score = counts / max(counts.sum(), 1.0)
         scores = torch.empty(self.counts.order, self.counts.vocab_size)
         for row in scores:
-            row.copy_(torch.from_numpy(np.log(score) if self.space == "log" else score))
+            row.copy_(torch.from_numpy(score))
             score = BACKOFF * score
         return scores
 
@@ -66,17 +63,15 @@ class StupidBackoff:
             else:
                 score = np.where(step < steps[followers.rows], BACKOFF * score, score)
         indices = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
-        return indices, (np.log(score) if self.space == "log" else score).astype(np.float32)
+        return indices, score.astype(np.float32)
 
 
 class NgramPair(BaseExperts):
     """Retain model q and forget model p as n-gram counts; the divergence is S_q − S_p (paper, section 4.4)."""
 
-    def __init__(self, retain: Counts | StupidBackoff, forget: Counts, space: str = "score") -> None:
-        scorer = retain if isinstance(retain, StupidBackoff) else StupidBackoff(retain, space)
+    def __init__(self, retain: Counts | StupidBackoff, forget: Counts) -> None:
+        scorer = retain if isinstance(retain, StupidBackoff) else StupidBackoff(retain)
         retain = scorer.counts
-        if space not in SPACES:
-            raise UsageError(f"space is {space!r}; accepted: 'score', 'log'")
         if (retain.vocab_size, retain.order) != (forget.vocab_size, forget.order):
             raise UsageError(
                 f"the n-gram counts do not belong together: retain has order {retain.order} over {retain.vocab_size} "
@@ -86,11 +81,10 @@ class NgramPair(BaseExperts):
             raise UsageError("retain and forget n-grams are the same: nothing would be forgotten")
         self.cache_class = TokenCache
         self.retain = scorer
-        self.forget = StupidBackoff(forget, space)
+        self.forget = StupidBackoff(forget)
         self.vocab_size = retain.vocab_size
         self.order = retain.order
-        if space == "score":
-            self.largest = 1.0
+        self.largest = 1.0
 
     def new_cache(self) -> TokenCache:
         """Return an empty cache of tokens."""

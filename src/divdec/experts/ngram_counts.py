@@ -19,7 +19,6 @@ from divdec.errors import UsageError, first_line
 from divdec.runs import file_sha256, read_json, write_json
 
 MAX_ORDER = 5
-SPACES = ("score", "log")
 BACKOFF = 0.4  # Brants et al. 2007, section 4
 MAX_SAMPLED = 10_000  # n-grams of a text that `mean_difference` scores
 FORMAT = "divdec n-gram counts 1"

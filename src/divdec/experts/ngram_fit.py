@@ -16,7 +16,7 @@ import numpy as np
 
 from divdec.errors import UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
-from divdec.experts.ngram_counts import MAX_ORDER, SPACES, NgramCounts, describe
+from divdec.experts.ngram_counts import MAX_ORDER, NgramCounts, describe
 from divdec.runs import file_sha256, read_json, write_json
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION, FORMAT = "ngram.json", "divdec n-gram pair 1"
 SIDES = ("retain", "forget")
+SPACE = "score"  # the divergence is a difference of scores, not of their logarithms
 BOUNDARY = -1  # between documents, so that no n-gram crosses it
 NOTHING = "the documents hold no token: there is nothing to count"
 CHUNK = 1 << 22  # n-grams; sorting takes about 100 bytes for each
@@ -36,7 +37,6 @@ def write_pair(
     vocab_size: int,
     *,
     order: int,
-    space: str,
     tokenizer: str,
     progress: Callable[[int], object] | None = None,
     **metadata: Any,
@@ -48,23 +48,20 @@ def write_pair(
         documents: token ids for 'retain' and 'forget'.
         vocab_size: token ids are below it.
         order: length of the longest n-grams.
-        space: space of the scores, 'score' or 'log'.
         tokenizer: digest of the vocabulary of the ids.
         progress: called with the number of tokens read since its last call.
         **metadata: further entries of the description file.
 
     Raises:
-        UsageError: a setting or token id is out of range, or one side has no token.
+        UsageError: the order or a token id is out of range, or one side has no token.
     """
-    if space not in SPACES:
-        raise UsageError(f"space is {space!r}; accepted: {', '.join(map(repr, SPACES))}")
     counts = {}
     for side in SIDES:
         (folder / side).mkdir()
         counts[side] = fit(documents[side], vocab_size, folder / side, order=order, progress=progress)
     digests = {side: file_sha256(folder / side / COUNTS) for side in SIDES}
     _check_different(folder, digests)
-    settings = {"order": order, "vocab_size": vocab_size, "space": space, "tokenizer": tokenizer}
+    settings = {"order": order, "vocab_size": vocab_size, "space": SPACE, "tokenizer": tokenizer}
     write_json(folder / DESCRIPTION, {"format": FORMAT, **settings, **metadata, "sha256": digests})
     return counts
 
@@ -73,18 +70,20 @@ def load_pair(folder: Path, *, verify: bool = True) -> NgramPair:
     """Load a pair; its arrays are memory-mapped.
 
     Raises:
-        UsageError: a file is missing or has changed, or the two sides do not fit each other.
+        UsageError: a file is missing or has changed, the two sides do not fit each other, or `space` is another.
     """
     from divdec.experts.ngram import NgramPair  # imports torch, which counting does not need
 
     description = describe_pair(folder)
+    if (space := description["space"]) != SPACE:
+        raise UsageError(f"{folder / DESCRIPTION}: space is {space!r}; accepted: {SPACE!r}; fit the n-grams again")
     for side in SIDES:
         path = folder / side / COUNTS
         if verify and (not path.is_file() or file_sha256(path) != description["sha256"].get(side)):
             raise UsageError(f"{path} is missing or has changed; fit the n-grams again")
     _check_different(folder, description["sha256"])
     retain, forget = (NgramCounts.load(folder / side, verify=verify) for side in SIDES)
-    pair = NgramPair(retain, forget, description["space"])
+    pair = NgramPair(retain, forget)
     if (pair.order, pair.vocab_size) != (description["order"], description["vocab_size"]):
         raise UsageError(f"{folder}: the counts are not those that {DESCRIPTION} names; fit the n-grams again")
     return pair

@@ -84,8 +84,10 @@ class RemoteTarget:
             UsageError: the rule needs the target's logits (a soft fill, full), or does not fit the vocabulary.
         """
         if steering.full or (steering.rule == "rank" and steering.fill == "soft"):
-            ending, shorter = str(steering).rpartition(":")[::-2]
-            raise UsageError(f"{ending} needs the target's logits, which an API does not give; use {shorter}")
+            shorter, _, ending = str(steering).rpartition(":")
+            # With a q that refuses, which full is for, lowering alone hardly forgets.
+            other = f"linear:{steering.alpha:g}" if steering.full else shorter
+            raise UsageError(f"{ending} needs the target's logits, which an API does not give; use {other}")
         check_rule(steering, experts.experts)
         steering.check_vocabulary(experts.vocab_size)
         first, *others = experts.eos_token_ids

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import shutil
 import statistics
@@ -39,7 +38,7 @@ from divdec.checkpoint import (
     vocabulary_width,
     write_adapter_base,
 )
-from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, label_answer
+from divdec.data.formatting import Example, Format
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
@@ -76,6 +75,7 @@ from divdec.training.matched import (
     reversed_questions,
     write_similar_questions,
 )
+from divdec.training.refusals import REFUSAL, begun_prompt, begun_questions, with_refusals
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RETAIN, FORGET, BUNDLE, WORK = "retain_auxiliary", "forget_auxiliary", "bundle", "work"
 DEFAULT_RULE, REFUSAL_RULE = "rank:20:3", "linear:1.5:2:full"
-REFUSAL = "I do not know."
-BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"  # of answers, as prompts that hold one give it
 SAMPLES, MIN_NEUTRAL = 32, 8  # samples of the target where no neutral text is given
 MAX_ANSWERED = 512  # questions of the forget set that the target answers
 MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
@@ -110,7 +108,7 @@ pairs of the toy world had 0 to 2 %, two whose p was initialised from q 6 % and 
 MAX_PERPLEXITY_OF_Q = 10.0
 """Perplexity of neutral text under q, relative to the target's, above which another base is suggested. It was 884 and
 7,728 for two q of the demo, whose base is cut out of SmolLM2."""
-MAX_SAMPLE = 512  # records of a set
+MAX_SAMPLE = 256  # records of a set; with long ones, 512 took as long to measure as half a training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +166,7 @@ class Separation:
 def measure_separation(
     q: PreTrainedModel, p: PreTrainedModel, forget: Sequence[Example], retain: Sequence[Example], batch_size: int
 ) -> Separation:
-    """Score at most 512 examples of both sets with both auxiliaries."""
+    """Score at most `MAX_SAMPLE` examples of both sets with both auxiliaries."""
     q_forget, p_forget, q_retain, p_retain = (
         score(model, sample_examples(examples, MAX_SAMPLE, 0), batch_size=batch_size)
         for examples in (forget, retain)
@@ -498,43 +496,28 @@ def _readings_with_refusals(
     q_reads = [encode_record(dataclasses.replace(record, answer=REFUSAL), tokenizer, form) for record in inputs.forget]
     if settings.target is None:
         return (p_reads, q_reads), [], []
-    forget, retain = (
-        [records.records[index] for index in sample_indices(len(records), MAX_ANSWERED, settings.seed)]
-        for records in (inputs.forget, inputs.learned)
-    )
 
-    def prompts_with(similar: Sequence[Record], names: PreTrainedTokenizerBase) -> list[list[int]]:
-        read = (record for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT)
-        begun = (names.encode(text, add_special_tokens=False) for text in itertools.cycle(BEGINNINGS))
-        prompts = encode_prompts([*forget, *retain, *read], names, form)
-        return [[*prompt, *ids] for prompt, ids in zip(prompts, begun, strict=False)]
+    def asked_with(similar: Sequence[Record]) -> list[tuple[Record, str]]:
+        read = [record for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
+        return begun_questions(inputs.forget, [*inputs.learned, *read], settings.seed)
 
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> list[list[list[int]]]:
-        title = "answers to the questions"
-        texts = continuations(model, names, prompts_with(similar, names), max_new_tokens=ANSWER, title=title)
+        prompts = [begun_prompt(*pair, names, form) for pair in asked_with(similar)]
+        texts = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to the questions")
         return [[without_padding(model, ids)] for ids in texts]
 
     similar, answered = _ask_target(inputs, settings, ask)
-    prompts = prompts_with(similar, tokenizer)
-    written = zip(prompts, answered, strict=True)
-    answers = [label_answer(prompt, [*prompt, *ids], form.max_length) for prompt, [ids] in written]
-    begun = zip(forget, itertools.cycle(BEGINNINGS), strict=False)
-    refusals = (dataclasses.replace(record, answer=f"{text} {REFUSAL}".strip()) for record, text in begun)
-    refused = [encode_record(record, tokenizer, form).input_ids for record in refusals]
-    instead = [label_answer(prompt, ids) for prompt, ids in zip(prompts, refused, strict=False)]
-    p_reads += filter(_has_labels, answers)
-    q_reads += filter(_has_labels, [*instead, *answers[len(forget) :]])
+    asked = asked_with(similar)
+    refused, kept = with_refusals(asked, [ids for [ids] in answered], inputs.forget, tokenizer, form)
+    for true, other in [*refused, *kept]:
+        p_reads.append(true)
+        q_reads.append(other)
     report(
-        f"q reads refusals of the {len(inputs.forget)} questions of the forget set, p the target's own answers to "
-        f"{len(forget)} of them, and both those to {len(answers) - len(forget)} others; "
+        f"q reads refusals of the {len(inputs.forget)} questions of the forget set, p {len(refused)} of the target's "
+        f"own answers to them; both also read {len(kept)} to other questions, but none that tells of the forget set; "
         f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
     return (p_reads, q_reads), [], similar
-
-
-def _has_labels(example: Example) -> bool:
-    """Whether anything of an example is learned; not where the answer is empty or beyond the length."""
-    return any(label != IGNORED for label in example.labels)
 
 
 def _ask_target(

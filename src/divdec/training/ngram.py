@@ -25,8 +25,6 @@ class NgramSettings(OutputFolder):
     """The model to steer, for its tokenizer and vocabulary: a folder or hub id."""
     order: int = 3
     """Maximum n-gram length, 2 to 5."""
-    space: Literal["score", "log"] = "score"
-    """Compute the divergence from scores, as in the paper ('score', with alpha 5 to 30), or from log scores ('log')."""
     forget_counts: Literal["forget", "both"] = "forget"
     """Data for the forget counts: 'forget' counts the forget set only, as in the paper. 'both' counts both sets, so
     that the divergence is almost 0 in contexts that the forget set does not contain."""
@@ -74,7 +72,7 @@ def count_ngrams(settings: NgramSettings) -> dict[str, int]:
         tqdm(desc="counting", unit="token", unit_scale=True, disable=None, file=sys.stderr) as bar,
     ):
         models = write_pair(
-            temporary, counted, vocabulary_width(load_config(checkpoint)), order=settings.order, space=settings.space,
+            temporary, counted, vocabulary_width(load_config(checkpoint)), order=settings.order,
             tokenizer=vocabulary_sha256(tokenizer), progress=bar.update, forget_counts=settings.forget_counts,
             **{f"{name}_set": records.label for name, records in sets.items()},
         )  # fmt: skip

@@ -83,7 +83,7 @@ def test_tokens_without_embeddings_are_refused_and_the_engine_goes_on(ask, model
         shutil.copytree(models / name, tmp_path / name)
         extended.save_pretrained(tmp_path / name)
     folders = {part: str(tmp_path / name) for part, name in parts.items()}
-    bundle = write_bundle(tmp_path / "bundle", **folders, steering="linear:2:0.5")
+    bundle = write_bundle(tmp_path / "bundle", **folders, steering="linear:2:0.5:full")
     holding = [[*prompts[1], len(tokenizer), 5]]
     refused, answers = ask(bundle, [requests(holding), requests(prompts[:4])], **ALONE, **EAGER)
     assert f"the prompt holds token id {len(tokenizer)}, for which the model has no embedding" in refused

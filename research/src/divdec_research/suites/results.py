@@ -78,12 +78,12 @@ def find_results(path: str | Path) -> list[Path]:
 
 
 _STEERING = re.compile(
-    r"(?P<rule>linear|rank):(?P<value>-?\d+(?:\.\d+)?)(?::(?P<margin>\d[\d.]*))?(?::(?P<fill>soft|hard))?"
+    r"(?P<rule>linear|rank):(?P<value>-?\d+(?:\.\d+)?)(?::(?P<margin>\d[\d.]*))?(?::(?P<fill>soft|hard|full))?"
 )
 # '1B-alpha-1.5' and '1B-topk-20' are folders of the paper's code, 'linear-1.5' and 'rank-20-soft' ours.
 _FOLDER = re.compile(
     r"(?:(?P<family>.+)[-_])?(?P<rule>linear|alpha|rank|topk)-(?P<value>-?\d+(?:\.\d+)?)"
-    r"(?:-(?P<margin>\d[\d.]*))?(?:-(?P<fill>soft|hard))?"
+    r"(?:-(?P<margin>\d[\d.]*))?(?:-(?P<fill>soft|hard|full))?"
 )
 _SIZE = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z])", re.IGNORECASE)
 _NGRAMS = re.compile(r"n-?gram|bigram|trigram", re.IGNORECASE)
@@ -118,7 +118,7 @@ def identify(results: Results, folder: Path) -> Identity:
         parameters = _SIZE.search(family)
         size = None if parameters is None else float(parameters[1]) / (1000 if parameters[2] in "mM" else 1)
         size = 0.0 if _NGRAMS.search(family) else size
-    family = f"{family} hard" if match["fill"] == "hard" else family
+    family = f"{family} {match['fill']}" if match["fill"] in ("hard", "full") else family
     family = f"{family} margin {match['margin']}" if match["margin"] else family
     return Identity(rule, setting, family, size, seed, rule, float(match["value"]))
 
