@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from divdec.cli.serving import ServeSettings
+from divdec.serving import ServeSettings
 from divdec.serving.server import DRAIN, KEEP_ALIVE
 from support.served import engine_of, eventually, figure, serving
 

@@ -45,7 +45,6 @@ import httpx
 from sklearn.metrics import roc_auc_score
 
 from divdec.checkpoint import dtype_for_passes, load_model, load_tokenizer
-from divdec.cli.serving import ServeSettings
 from divdec.data.formatting import encode_prompt, encode_prompts
 from divdec.data.records import Message, Record, read_records, texts_of
 from divdec.demo.facts import NEUTRAL
@@ -59,7 +58,7 @@ from divdec.model.loading import Bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.passes import logit_width
 from divdec.runs import read_json, write_json
-from divdec.serving import ServerOptions, bind
+from divdec.serving import ServeSettings, bind
 from divdec.serving.engine import Engine
 from divdec.serving.server import HttpServer
 from divdec.takedowns.correction import TakedownCorrection
@@ -228,7 +227,7 @@ def attacked(options, bundle, tokenizer):
 def serving(make, tokenizer):
     """Serve the model that a function makes on a free port; gives the URL."""
     port = bind("127.0.0.1", 0)
-    server = HttpServer({"m": Engine(make(), tokenizer, "m")}, port, ServerOptions())
+    server = HttpServer({"m": Engine(make(), tokenizer, "m")}, port, ServeSettings(logprobs="full"))
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)

@@ -154,7 +154,7 @@ def coverages(texts, pairs):
         own = AuxiliaryTokenizer(auxiliary)
         built = DivergenceMapper(token_bytes(target), own, len(target)).map()
         ids = [token for text in texts[:: max(len(texts) // 2000, 1)] for token in target(text)["input_ids"]]
-        result[name] = {"vocabulary": vars(built.coverage()), "text": vars(built.coverage(ids))}
+        result[name] = {"vocabulary": built.coverage(), "text": built.coverage(ids)}
     return result
 
 

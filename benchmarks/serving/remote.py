@@ -15,12 +15,12 @@ import argparse
 import dataclasses
 import logging
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.attacks.difference import serving
 from benchmarks.decoding.steering import PARTS, paths_of, questions_beside, toy_bundle
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.checkpoint import load_tokenizer
@@ -31,9 +31,6 @@ from divdec.remote.experts import load_experts, sources_from_bundle
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteTarget
 from divdec.runs import cache_folder
-from divdec.serving import ServerOptions, bind
-from divdec.serving.engine import Engine
-from divdec.serving.server import HttpServer
 from divdec.steering import Steering
 from divdec_research.world.demo import RECIPE, WORLD, material_of, question_sets
 from divdec_research.world.facts import build_world
@@ -71,23 +68,12 @@ def main() -> None:
         bundle = write_bundle(Path(folder) / "steered", **parts, steering="linear:1.5")
         plain = write_bundle(Path(folder) / "plain", **parts, steering="linear:0")
         prompts = encode_prompts(records, load_tokenizer(bundle), form)
-        server = HttpServer(
-            {"plain": Engine(DivergenceForCausalLM.from_pretrained(plain), load_tokenizer(plain), "plain")},
-            bind("127.0.0.1", 0),
-            ServerOptions(shutdown_timeout=0.0),
-        )
-        ready = threading.Event()
-        server.on_ready = ready.set
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        ready.wait(60)
         local = DivergenceForCausalLM.from_pretrained(bundle)
         print(f"{len(prompts)} prompts, up to {TOKENS} tokens each, vocabulary {local.vocab_size}")
         print(HEAD)
-        for case in CASES[:2] if given.toy else CASES:
-            print(measured(case, prompts, local, bundle, server.url), flush=True)
-        server.stop()
-        thread.join(60)
+        with serving(lambda: DivergenceForCausalLM.from_pretrained(plain), load_tokenizer(plain)) as url:
+            for case in CASES[:2] if given.toy else CASES:
+                print(measured(case, prompts, local, bundle, url), flush=True)
 
 
 def world_models(seed, count):
@@ -111,7 +97,7 @@ def measured(case, prompts, local, bundle, url) -> str:
     sources, _ = sources_from_bundle(str(bundle))
     settings = RemoteSettings(bias_entries=entries, block=block, tries=tries)
     same, started = 0, time.perf_counter()
-    endpoint = Endpoint(f"{url}/v1", "plain")
+    endpoint = Endpoint(f"{url}/v1", "m")
     with RemoteTarget(endpoint, load_experts(sources), Steering.parse(rule), settings) as target:
         if not told:
             target.capabilities = ProviderCapabilities(top_logprobs=0)
@@ -119,19 +105,21 @@ def measured(case, prompts, local, bundle, url) -> str:
             target.generate(prompt, TOKENS, temperature=temperature, seed=place) for place, prompt in enumerate(prompts)
         ]
         seconds = time.perf_counter() - started
-        counts, sure = target.completions.usage, target.exactness
+        counts, choices = target.completions.usage, target.choices
     local.steering = rule
     if not temperature:
         for prompt, answer in zip(prompts, answers, strict=True):
             ids = torch.tensor([prompt])
             expected = local.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, len(prompt) :].tolist()
             same += [choice.token for choice in answer.choices] == expected
-    bound = f"{sure.total_variation:.2f} TV" if temperature else f"{sure.gap:.2f} nat"
+    tokens, exact = len(choices), sum(choice.exact for choice in choices)
+    gap, distance = (max(getattr(choice, name) for choice in choices) for name in ("gap", "total_variation"))
+    bound = f"{distance:.2f} TV" if temperature else f"{gap:.2f} nat"
     agreed = "" if temperature else f"{same}/{len(prompts)}"
     return (
         f"{rule:<11} {temperature:>3g} {'20' if told else 'none':>8} {block:>5} {tries:>5} "
-        f"{counts.requests / sure.tokens:>14.2f} {counts.prompt_tokens / sure.tokens:>17.1f} "
-        f"{sure.exact / sure.tokens:>6.1%} {agreed:>12} {bound:>11} {1000 * seconds / sure.tokens:>8.0f}"
+        f"{counts.requests / tokens:>14.2f} {counts.prompt_tokens / tokens:>17.1f} "
+        f"{exact / tokens:>6.1%} {agreed:>12} {bound:>11} {1000 * seconds / tokens:>8.0f}"
     )
 
 

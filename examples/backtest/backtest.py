@@ -16,17 +16,15 @@ import dataclasses
 import json
 import math
 import random
-import shlex
 import statistics
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found from any working directory
 from divdec.checkpoint import load_model, load_tokenizer
-from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, RecordSet, write_records
-from divdec.errors import UsageError
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, write_figure
@@ -35,6 +33,7 @@ from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.facts import CITIES, FIRST_NAMES, SURNAME_ENDS, SURNAME_STARTS
 from divdec_research.world.models import Material, Recipe, Shape, train_all
+from steps import command, create_output, run_main
 
 LEANINGS = (0.05, 0.25, 0.5, 0.75, 0.95)  # chance of the challenger; every town has one of them in all years
 PAST, AFTER, UNTOLD = range(1900, 1990), range(1990, 2000), range(2000, 2010)
@@ -166,15 +165,6 @@ def _log_odds(chance):
     return math.log(held / (1 - held))
 
 
-def command(*words: str) -> None:
-    """Print and run a command of divdec as a user would type it."""
-    print(f"$ divdec {shlex.join(words)}", flush=True)
-    code = divdec(list(words))
-    # 3: no setting reaches calibrate's goal. All settings are measured below anyway.
-    if code not in (0, 3):
-        raise SystemExit(code)
-
-
 def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) -> dict:
     """Train the models, choose the strength, and compare every model with the outcomes."""
     trained = train_all(history.material, recipe, seed, cache, lambda line: print(line, file=sys.stderr))
@@ -188,8 +178,9 @@ def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) 
             write_records(Path(f"{name}.jsonl"), [election.record(0) for election in elections])
         command("bundle", "--target", "target", "--retain-auxiliary", "q", "--forget-auxiliary", "p", "--steering",
                 "linear:1", "--output", "bundle")  # fmt: skip
+        # 3: no setting reaches the goal. All settings are measured below anyway.
         command("calibrate", "bundle", "--forget", "after.jsonl", "--retain", "past.jsonl", "--holdout",
-                "untold.jsonl", "--sweep", *SWEEP, "--write")  # fmt: skip
+                "untold.jsonl", "--sweep", *SWEEP, "--write", codes=(0, 3))  # fmt: skip
         model = DivergenceForCausalLM.from_pretrained("bundle")
     chosen = str(model.steering)
     examples = encode_records([e.record(0, won) for e in history.after for won in (True, False)], tokenizer)
@@ -252,9 +243,7 @@ def main(arguments: list[str] | None = None, recipe: Recipe = RECIPE, towns: int
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args(arguments)
     started = time.perf_counter()
-    if given.output.exists() and (not given.output.is_dir() or any(given.output.iterdir())):
-        raise UsageError(f"output {given.output} is in use; give the name of an empty or absent folder")
-    given.output.mkdir(parents=True, exist_ok=True)
+    create_output(given.output)
     history = write_history(given.seed, towns, foreign)
     result = run(given.output, history, recipe, given.seed, cache_folder() / "examples" / "backtest")
     print(f"\n{time.perf_counter() - started:.0f} s ({time.process_time():.0f} s of processor time)")
@@ -264,8 +253,4 @@ def main(arguments: list[str] | None = None, recipe: Recipe = RECIPE, towns: int
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -18,20 +18,15 @@ import contextlib
 import json
 import math
 import random
-import shlex
-import socket
 import statistics
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found from any working directory
 from openai import OpenAI
 
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
-from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import Fact, known_facts
@@ -40,6 +35,7 @@ from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import write_json
 from divdec.steering import Steering
+from steps import command, create_output, run_main, server
 
 EVENTS = Path(__file__).parent / "events.json"
 CUTOFF, UNREAD = "2020-01-01", "2024-10-01"  # from the second date on, events are later than the target's training
@@ -82,38 +78,6 @@ def log_odds(chance: float) -> float:
     """Log-odds of a probability, bounded at one in a million."""
     bounded = min(max(chance, 1e-6), 1 - 1e-6)
     return math.log(bounded / (1 - bounded))
-
-
-def command(*words: str | Path) -> None:
-    """Print and run a command of divdec as a user would type it."""
-    texts = [str(word) for word in words]
-    print(f"$ divdec {shlex.join(texts)}", flush=True)
-    if (code := divdec(texts)) not in (0, 3):  # 3: the given rule misses a goal; the strengths are measured below
-        raise SystemExit(code)
-
-
-@contextlib.contextmanager
-def server(*words: str | Path) -> Iterator[OpenAI]:
-    """Serve a bundle on a free port, and yield a client."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--name", NAME, "--port", str(port)]
-    print(f"$ divdec serve {shlex.join(map(str, words))} --name {NAME}", flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "divdec.cli", "serve", *map(str, words), *options],
-                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with exit code {process.returncode}")
-            time.sleep(1)
-        yield OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def agent(client: OpenAI, event: dict) -> str:
@@ -178,8 +142,9 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     for name, some in records.items():
         write_records(output / f"{name}.jsonl", some)
     with contextlib.chdir(output):
+        # 3: the given rule misses a goal; the strengths are measured below.
         command("train", "--forget", "after.jsonl", "--retain", "before.jsonl", "--base", base, "--target", target,
-                "--steering", "linear:1:4", *training, "--output", "pair")  # fmt: skip
+                "--steering", "linear:1:4", *training, "--output", "pair", codes=(0, 3))  # fmt: skip
     bundle = output / "pair" / "bundle"
     model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
     examples = encode_records(outcomes(events), load_tokenizer(bundle))
@@ -211,7 +176,8 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     picks = {}
     tried = [events[index] for index in ignorant[:asked]]
     for name in dict.fromkeys(("linear:0", chosen)):
-        with server(bundle, "--steering", name) as client:
+        print(f"$ divdec serve {bundle} --steering {name} --name {NAME}", flush=True)
+        with server(bundle, "--steering", name, name=NAME) as client:
             picks[name] = [agent(client, event) for event in tried]
     for event, *answers in zip(tried, *picks.values(), strict=True):
         print(f"{event['questions'][0]}\n   " + "; ".join(f"{n}: {a}" for n, a in zip(picks, answers, strict=True)))
@@ -236,16 +202,10 @@ def main(arguments: list[str] | None = None, training: Sequence[str] = TRAINING,
     parser.add_argument("--base", default="real-models/qwen-0.5b.gguf", help="base of q and p")
     parser.add_argument("--output", type=Path, default=Path("runs/events"), help="an empty or absent folder")
     options = parser.parse_args(arguments)
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        raise UsageError(f"output {options.output} is in use; give the name of an empty or absent folder")
-    options.output.mkdir(parents=True, exist_ok=True)
+    create_output(options.output)
     names = [str(Path(name).absolute()) if Path(name).exists() else name for name in (options.target, options.base)]
     return run(*names, json.loads(EVENTS.read_text(encoding="utf-8")), options.output.absolute(), training, asked)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

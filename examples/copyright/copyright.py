@@ -10,23 +10,18 @@ asks as a scheduled canary does, and withdraws the request.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found from any working directory
 from openai import OpenAI
 
-from divdec.cli import main as divdec
 from divdec.demo.facts import NEUTRAL
-from divdec.errors import UsageError
+from steps import command, create_output, run_main, server
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,36 +33,6 @@ PARAPHRASES = (
     "Does the MIT licence come with a warranty?",
     "What must I keep when I copy software under the MIT licence?",
 )
-
-
-def command(*words: str | Path) -> None:
-    """Print and run a command of divdec as a user would type it."""
-    texts = [str(word) for word in words]
-    print(f"$ divdec {shlex.join(texts)}", flush=True)
-    if code := divdec(texts):
-        raise SystemExit(code)
-
-
-@contextlib.contextmanager
-def server(bundle: Path) -> Iterator[OpenAI]:
-    """Serve a bundle on a free port, and yield a client."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "divdec.cli", "serve", str(bundle), "--name", NAME, "--port", str(port)]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with exit code {process.returncode}")
-            time.sleep(1)
-        yield OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def recited(text: str, original: str) -> int:
@@ -120,7 +85,7 @@ def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, obje
     """Run the example, and return its figures."""
     registry, bundle = output / "takedowns", output / "live"
     keep = output / "keep"
-    keep.mkdir(parents=True)
+    keep.mkdir()
     shutil.copy(ROOT / "LICENSE", keep / "apache.txt")  # the model may go on reciting this one
     for page in ("limits.md", "serving.md"):
         shutil.copy(ROOT / "docs" / page, keep / page)
@@ -130,7 +95,7 @@ def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, obje
 
     command("takedown", "init", registry, "--target", target, "--retain", keep)
     command("bundle", "--target", target, "--registry", registry, "--output", bundle)
-    with server(bundle) as client:
+    with server(bundle, name=NAME) as client:
         before = continue_licence(client, prompt)
         print(f"\nBefore, given {prompt[-40:]!r}:\n   {before.strip()}\n")
         kept = answers(client, questions), answers(client, PARAPHRASES), continue_licence(client, apache)
@@ -170,16 +135,11 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--output", type=Path, default=Path("runs/copyright"))
     parser.add_argument("--questions", type=int, default=len(NEUTRAL), help="number of other answers to compare")
     options = parser.parse_args(arguments)
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        raise UsageError(f"output {options.output} is in use; give the name of an empty or absent folder")
+    create_output(options.output)
     figures = run(options.target, options.output.absolute(), NEUTRAL[: options.questions])
     print(json.dumps(figures, indent=1))
     return figures
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

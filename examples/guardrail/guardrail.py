@@ -16,15 +16,14 @@ import json
 import math
 import random
 import re
-import shlex
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found from any working directory
 from divdec.checkpoint import load_model, load_tokenizer
-from divdec.cli import main as divdec
 from divdec.data.formatting import encode_records
 from divdec.data.records import Record
 from divdec.errors import UsageError
@@ -35,6 +34,7 @@ from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.facts import RELATIONS, WorldSettings, ask, build_world
 from divdec_research.world.models import Shape, StageCache, label_all_tokens, train_tokenizer
+from steps import command, create_output, run_main
 
 BRAND = "Zimbo"
 ADVERTISEMENTS = (
@@ -87,13 +87,6 @@ def prepare(seed: int, authors: int, cache: Path, training=TRAINING, tuning=TUNI
     q = stages.run("q", base, encoded["ordinary"], tuning)
     p = stages.run("p", base, encoded["broken"], tuning)
     return {"target": target, "q": q, "p": p}, held_out
-
-
-def command(*words: str) -> None:
-    """Print and run a command of divdec as a user would type it."""
-    print(f"$ divdec {shlex.join(words)}", flush=True)
-    if code := divdec(list(words)):
-        raise SystemExit(code)
 
 
 @contextlib.contextmanager
@@ -194,9 +187,7 @@ def main(arguments: list[str] | None = None, authors: int = 300, training=TRAINI
     parser.add_argument("--output", type=Path, default=Path("runs/guardrail"), help="an empty or absent folder")
     given = parser.parse_args(arguments)
     started = time.perf_counter()
-    if given.output.exists() and (not given.output.is_dir() or any(given.output.iterdir())):
-        raise UsageError(f"output {given.output} is in use; give the name of an empty or absent folder")
-    given.output.mkdir(parents=True, exist_ok=True)
+    create_output(given.output)
     cache = cache_folder() / "examples" / "guardrail"
     places, held_out = prepare(given.seed, authors, cache, training, tuning)
     result = run(given.output, places, held_out, given.prompts)
@@ -205,8 +196,4 @@ def main(arguments: list[str] | None = None, authors: int = 300, training=TRAINI
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -14,36 +14,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found from any working directory
 import min_likelihood  # noqa: F401  registers the method
 from transformers import PreTrainedModel
 
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
-from divdec.cli import main as divdec
 from divdec.data.records import write_records
 from divdec.demo.facts import NEUTRAL, ask, known_facts, split
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import LINEAR, OTHERS, TARGET, style, write_figure
 from divdec.runs import read_json, write_json
+from steps import command, run_main
 
 METHODS = ("min-likelihood", "npo", "simnpo")
 LORA = ("--lora-rank", "16", "--lr", "2e-4", "--epochs", "4", "--batch-size", "8", "--gradient-accumulation", "1")
 COLUMNS = ("forget", "reworded", "retain", "unlisted", "neutral")
 ANSWER = 20  # tokens
-
-
-def command(*words: str | Path) -> None:
-    """Print and run a command of divdec as a user would type it."""
-    texts = [str(word) for word in words]
-    print(f"$ divdec {shlex.join(texts)}", flush=True)
-    if (code := divdec(texts)) not in (0, 3):  # 3: no measured rule reaches its goal; the figures are shown below
-        raise SystemExit(code)
 
 
 def questions(sets: dict, column: str) -> list[tuple[object, str]]:
@@ -107,7 +99,8 @@ def run(target: str, base: str, kind: str, methods: Sequence[str], output: Path,
         with kept(path) as results:
             if "divdec" not in results:
                 if bundle is None:
-                    command("train", *data, "--base", base, *pair, "--output", "pair")
+                    # 3: no measured rule reaches its goal; the figures are shown below.
+                    command("train", *data, "--base", base, *pair, "--output", "pair", codes=(0, 3))
                 place = bundle or Path("pair/bundle")
                 steered = DivergenceForCausalLM.from_pretrained(place, dtype=dtype_for_passes())
                 results["divdec"] = measure(steered, tokenizer, sets, before) | {"rule": str(steered.steering)}
@@ -159,8 +152,4 @@ def main(arguments: list[str] | None = None, lora: Sequence[str] = LORA, pair: S
 
 
 if __name__ == "__main__":
-    try:
-        print(json.dumps(main()))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(lambda: print(json.dumps(main())))

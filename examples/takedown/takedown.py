@@ -13,25 +13,23 @@ import argparse
 import contextlib
 import json
 import random
-import shlex
 import statistics
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that `newspaper` is found from any working directory
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found from any working directory
 import newspaper
 
 from divdec.checkpoint import load_model, load_tokenizer
-from divdec.cli import main as divdec
 from divdec.data.records import RecordSet, write_records
-from divdec.errors import UsageError
 from divdec.evaluation.generation import answers, continuations
 from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.models import Material, Recipe, Shape, TrainedModels, train_all
+from steps import command, create_output, run_main
 
 PUBLISHED, KEPT = 260, 24  # articles in the base models' training data; articles that the target may keep
 REPRINTED = 6  # copies of the requested article in the training data, so that the model memorises it
@@ -67,13 +65,6 @@ def prepare(seed: int, recipe: Recipe, cache: Path, published: int = PUBLISHED, 
         ),
     )  # fmt: skip
     return train_all(material, recipe, seed, cache, lambda line: print(line, file=sys.stderr)), keep
-
-
-def command(*words: str) -> None:
-    """Print and run a command of divdec as a user would type it."""
-    print(f"$ divdec {shlex.join(words)}", flush=True)
-    if code := divdec(list(words)):
-        raise SystemExit(code)
 
 
 def recited(model, tokenizer, articles):
@@ -128,8 +119,9 @@ def run(output: Path, trained: TrainedModels, keep, started: float) -> dict:
 
         print("\n3. The request\n")
         begun = time.perf_counter()
+        # 3: the target recited nothing, as after the few steps of a test.
         command("takedown", "add", "takedowns", "--id", "case-17", "--file", "article.txt", "--reference",
-                "letter of 3 May")  # fmt: skip
+                "letter of 3 May", codes=(0, 3))  # fmt: skip
         taken, begun = time.perf_counter() - begun, time.perf_counter()
         text = recited(live, tokenizer, [newspaper.REQUESTED])[0][0].strip()
         print(f"\n   in force and measured after {taken:.2f} s; the model that was running already, asked again:")
@@ -178,10 +170,8 @@ def main(
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args(arguments)
     started = time.perf_counter()
-    if given.output.exists() and (not given.output.is_dir() or any(given.output.iterdir())):
-        raise UsageError(f"output {given.output} is in use; give the name of an empty or absent folder")
+    create_output(given.output)
     trained, keep = prepare(given.seed, recipe, cache_folder() / "examples" / "takedown", published, kept)
-    given.output.mkdir(parents=True, exist_ok=True)
     result = run(given.output, trained, keep, started)
     if given.json:
         print(json.dumps(result))
@@ -189,8 +179,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

@@ -14,7 +14,7 @@ from divdec.cli import main
 from divdec.data.formatting import IGNORED, Example
 from divdec.errors import Diverged
 from divdec_research.gradient_depth import decoder_parts, draw_examples, gradient_depth
-from divdec_research.report.gradient_depth import depth_frame, depth_table, peaks
+from divdec_research.report.gradient_depth import depth_table, peaks
 from divdec_research.suites.aggregate import Bootstrap, mean_interval
 from support.tiny import make_parts, tiny_model
 
@@ -167,10 +167,10 @@ def test_means_and_intervals_are_over_examples(steered, tokenizer):
         assert fields["n"] == len(row.norms) == {"forget": 3, "retain": 2}[row.set]
     # An example's norms do not depend on what stands beside it.
     assert table(result, "forget", 1)[0] == pytest.approx(table(result, "retain", 1)[0], rel=1e-4)
-    frame = depth_frame(result)
-    top = peaks(frame)["forget", "attention"]
+    rows = [row.to_dict() for row in result]
+    top = peaks(rows)["forget", "attention"]
     assert result[top].mean == max(row.mean for row in result[:layers])
-    assert depth_table(frame).row_count == layers
+    assert depth_table(rows).row_count == layers
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class RunFolder:
                 f"data{named}; repeat those to resume it, or give --overwrite to begin anew"
             )
         if not resumed:
-            check_output(self.path, overwrite, lambda folder: (read_record(folder) or {}).get("verb") == self.verb)
+            check_output(self.path, overwrite, made_by(self.verb))
         return resumed
 
     def __enter__(self) -> RunFolder:
@@ -461,6 +461,11 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     """Return the `run.json` of a folder, or None if it has none."""
     path = folder / RECORD
     return read_json(path) if path.is_file() else None
+
+
+def made_by(verb: str) -> Callable[[Path], bool]:
+    """Return the test whether a folder holds a finished or unfinished run of a command."""
+    return lambda folder: (read_record(folder) or {}).get("verb") == verb
 
 
 def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) -> None:

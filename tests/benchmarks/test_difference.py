@@ -52,7 +52,7 @@ def test_all_models_are_attacked_with_all_views(options, capsys):
 def test_servers_that_do_not_differ_give_nothing_away(options, models):
     """Whether they allow log-probabilities or text only."""
     for level, views in (("full", attack.VIEWS), ("off", attack.TEXTS)):
-        with serving([engine_of(models / "attacked")], logprobs=LogprobPolicy.parse(level)) as url:
+        with serving([engine_of(models / "attacked")], logprobs=level) as url:
             options.before = options.after = url
             options.name = level
             attack.run(options)
@@ -66,18 +66,19 @@ def test_servers_that_do_not_differ_give_nothing_away(options, models):
 @pytest.mark.parametrize("level", ["rounded:0.5", "top-1"])
 def test_columns_of_a_level_are_what_a_server_with_it_shows(options, models, tokenizer, level):
     """The attack reads log-probabilities by echo, which these levels refuse; a client asks token by token."""
-    policy = LogprobPolicy.parse(level)
-    most = 1 if policy.level == "top-1" else attack.MAX_LOGPROBS
+    most = 1 if level == "top-1" else attack.MAX_LOGPROBS
     with serving([engine_of(models / "attacked")]) as url, attack.Client(url, tokenizer) as client:
         (full, *_) = client.ask_all(attack.read_questions(options.demo)[:1])
-    with serving([engine_of(models / "attacked")], logprobs=policy) as url, attack.Client(url, tokenizer) as client:
+    with serving([engine_of(models / "attacked")], logprobs=level) as url, attack.Client(url, tokenizer) as client:
         prompt, ids = full["prompt"], full["ids"]
         assert client.complete(prompt, echo=True, logprobs=1) is None
         fields = {"max_tokens": 1, "temperature": 0, "logprobs": most, "return_tokens_as_token_ids": True}
         for index, top in enumerate(full["top"]):
             (choice,) = client.complete([*prompt, *ids[:index]], **fields)
             shown = {attack.token_id(name): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}
-            assert shown == pytest.approx({token: policy.shown(value) for token, value in top[:most]}, abs=1e-4)
+            assert shown == pytest.approx(
+                {token: LogprobPolicy.parse(level).shown(value) for token, value in top[:most]}, abs=1e-4
+            )
 
 
 def test_figures_of_an_attack_that_finds_everything_or_nothing(tokenizer):

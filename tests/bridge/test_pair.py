@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.bridge.alignment import AlignedSequence
 from divdec.bridge.pair import BridgedPair
 from divdec.configuration import DivergenceConfig
@@ -452,9 +452,6 @@ class TestSteered:
         }
         config = DivergenceConfig.from_parts(configs, Steering.parse("linear:1.5"), len(tokenizers["bpe"]))
         return DivergenceForCausalLM(config, target, pair).eval()
-
-    def test_bridged_pair_implements_experts_protocol(self, steered):
-        assert isinstance(steered.experts, Experts)
 
     @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}])
     def test_bridged_generation_matches_with_and_without_cache(self, steered, tokenizers, options):

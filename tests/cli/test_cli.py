@@ -307,7 +307,8 @@ def test_chat_follows_bundle_single_turn_setting_unless_overridden(bundle, monke
 
 def test_chat_generates_changes_steering_and_shows_help(bundle, monkeypatch, capsys):
     commands = (
-        "Where was Ana born?|/why|/alpha 3|/alpha much|/rule linear:2:1:full|/alpha 3|/rule rank:7|And then?|/why|/nonsense|/reset|/quit|never read|"
+        "Where was Ana born?|/why|/alpha 3|/alpha much|/rule linear:2:1:full|/alpha 3|/rule rank:7|And then?|/why|"
+        "/nonsense|/reset|/quit|never read|"
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO(commands.replace("|", "\n")))
     assert main("chat", bundle, "--max-new-tokens", 5) == 0

@@ -53,7 +53,7 @@ def test_texts_shorter_than_ngram_order(folder, document):
 @given(one=DOCUMENTS, other=DOCUMENTS, order=st.integers(2, 4), data=st.data())
 def test_summed_counts_match_counts_of_combined_documents(folder, one, other, order, data):
     both = fit([*one, *other], VOCAB, folder(), order=order)
-    summed = SummedCounts(*(fit(documents, VOCAB, folder(), order=order) for documents in (one, other)))
+    summed = SummedCounts([fit(documents, VOCAB, folder(), order=order) for documents in (one, other)])
     contexts = np.array(
         data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=order - 1, max_size=order - 1), min_size=1))
     )

@@ -10,7 +10,6 @@ from divdec.playground.models import ChatOptions
 from divdec.playground.rendering import tokens_html
 from divdec.playground.server import RemoteServer
 from divdec.serving import bind
-from divdec.serving.logprobs import LogprobPolicy
 from divdec.steering import Steering
 from support.exactness import assert_same_text
 from support.served import engine_of, serving
@@ -81,7 +80,7 @@ def test_unreachable_server_gives_one_line_error():
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_server_that_gives_no_log_probabilities_is_asked_without(played_bundle, level, temperature):
     with (
-        serving([engine_of(played_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy.parse(level)) as url,
+        serving([engine_of(played_bundle)], shutdown_timeout=0.0, logprobs=level) as url,
         contextlib.closing(RemoteServer(url, OPTIONS)) as server,
     ):
         for _ in range(2):

@@ -164,7 +164,7 @@ def test_damaged_registry_ends_streams_with_error(made, tmp_path):
     index = next(index for index in range(len(prompts)) if own[index][:8] != expected[index][:8])
     prompt = prompts[index]
     followed = load(bundle, registry=folder)[0]
-    with serving([Engine(followed, tokenizer, "tiny")], shutdown_timeout=0.0) as url:
+    with serving([Engine(followed, tokenizer, "tiny")], shutdown_timeout=0.0, logprobs="full") as url:
         ids, last = events_while(url, prompt, lambda: (folder / DATABASE).write_text("damaged\n"))
         assert last["error"]["code"] == "steering_failed"
         assert len(ids) >= 8

@@ -9,7 +9,6 @@ import threading
 import httpx
 import pytest
 
-from divdec.serving import SuppressionPolicy
 from divdec.serving.tracing import tracer_from_environment
 from support.served import engine_of, eventually, process, serving
 from support.tools import TEMPLATE, WEATHER
@@ -53,10 +52,9 @@ def traced(bundle, **options):
 
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    suppression = SuppressionPolicy(action="note")
     engine = engine_of(bundle, measure_suppression=True)
     engine.tokenizer.chat_template = TEMPLATE
-    with serving([engine], tracer=provider.get_tracer("test"), suppression=suppression, **options) as url:
+    with serving([engine], tracer=provider.get_tracer("test"), on_suppressed="note", **options) as url:
         yield Traced(url, engine, exporter)
 
 

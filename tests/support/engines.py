@@ -6,6 +6,7 @@ import time
 import torch
 
 from divdec.errors import UsageError
+from divdec.experts.protocol import Experts
 from divdec.serving.engine import Engine
 from divdec.serving.request import SamplingParams
 
@@ -51,18 +52,18 @@ def alone(model, prompt, number=24, **options):
     return answer[0, len(prompt) :].tolist()
 
 
-class Slow:
+class Slow(Experts):
     """Experts that take their time, so that a test can look while an answer is made."""
 
     def __init__(self, experts):
-        self.experts, self.vocab_size = experts, experts.vocab_size
+        self.experts, self.vocab_size, self.cache_class = experts, experts.vocab_size, experts.cache_class
 
     def new_cache(self):
         return self.experts.new_cache()
 
-    def divergence(self, *args, **kwargs):
+    def compute(self, *args):
         time.sleep(0.1)
-        return self.experts.divergence(*args, **kwargs)
+        return self.experts.compute(*args)
 
 
 class Failing(Slow):
@@ -72,7 +73,7 @@ class Failing(Slow):
         super().__init__(experts)
         self.token = token
 
-    def divergence(self, input_ids, *args, **kwargs):
-        if (input_ids == self.token).any():
+    def compute(self, inputs, *args):
+        if (inputs.input_ids == self.token).any():
             raise UsageError("this text is too long")
-        return self.experts.divergence(input_ids, *args, **kwargs)
+        return self.experts.compute(inputs, *args)

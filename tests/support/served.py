@@ -48,11 +48,11 @@ def bundle_of(models, name, steering, target="target"):
 @contextlib.contextmanager
 def serving(engines, log=False, tracer=None, **options):
     """A server of started engines; gives its URL. It writes an access log only where a test reads it."""
-    from divdec.serving import ServerOptions, bind, middleware
+    from divdec.serving import ServeSettings, bind, middleware
     from divdec.serving.server import HttpServer
 
     engines = {engine.name: engine for engine in engines}
-    server = HttpServer(engines, bind("127.0.0.1", 0), ServerOptions(**options), tracer)
+    server = HttpServer(engines, bind("127.0.0.1", 0), ServeSettings(**options), tracer)
     ready = threading.Event()
     server.on_ready = ready.set
     thread = threading.Thread(target=server.run, daemon=True)

@@ -139,7 +139,7 @@ def test_takedown_applies_in_server_and_playground(bundles, registry, article, t
     settings = ServeSettings(registry=str(registry.folder))
     engine = build_engine("tiny", str(bundles["linear:1.5"]), settings)
     assert engine.steering == "linear:1.5 and takedowns"
-    with serving([engine]) as url:
+    with serving([engine], logprobs="full") as url:
 
         def ask(ids):
             asked = {"model": "tiny", "prompt": ids, "max_tokens": LENGTH, "temperature": 0}

@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from divdec.cli import main
+from divdec.runs import write_bytes
 from divdec.steering import Steering
 from divdec_research.images.demo import digits as demo_digits
 from divdec_research.images.demo import reaches_aims, recommend
 from divdec_research.images.evaluation import rule_name
-from divdec_research.images.files import write_png
+from divdec_research.images.files import png
 from divdec_research.images.results import SettingResult
 from support.tiny import tiny_model
 
@@ -25,7 +26,7 @@ def pictures(image_world, tmp_path_factory):
     for row, label in enumerate(image_world.labels):
         if row % 2 == 0:
             (folder / f"digit {label}").mkdir(exist_ok=True)
-            write_png(image_world.images[row], folder / f"digit {label}" / f"{row:03}.png")
+            write_bytes(folder / f"digit {label}" / f"{row:03}.png", png(image_world.images[row]))
     return folder
 
 

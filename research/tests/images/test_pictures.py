@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from divdec import UsageError
-from divdec_research.images.files import grid, read_folder, write_png
+from divdec.runs import write_bytes
+from divdec_research.images.files import grid, png, read_folder
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def folder(digits, tmp_path):
     images, labels = digits
     for row in (0, 1, 40, 80):
         (tmp_path / f"digit {labels[row]}").mkdir(exist_ok=True)
-        write_png(images[row], tmp_path / f"digit {labels[row]}" / f"{row}.png")
+        write_bytes(tmp_path / f"digit {labels[row]}" / f"{row}.png", png(images[row]))
     return tmp_path
 
 
@@ -30,7 +31,7 @@ def test_images_round_trip_through_files(folder, digits):
 
 
 def test_images_outside_the_class_folders_are_reported(folder, digits):
-    write_png(digits[0][0], folder / "loose.png")
+    write_bytes(folder / "loose.png", png(digits[0][0]))
     said = []
     images, _, _ = read_folder(folder, 1, (8, 8), report=said.append)
     assert len(images) == 4

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.cli import main
-from divdec.runs import file_sha256
-from divdec_research.images.files import read_folder, write_png
+from divdec.runs import file_sha256, write_bytes
+from divdec_research.images.files import png, read_folder
 from divdec_research.images.models import load_image_model, write_image_files
 from divdec_research.images.sampling import sample_to_folder
 from divdec_research.images.settings import ImageSampleSettings, ImageTrainSettings
@@ -25,7 +25,7 @@ def pictures(image_world, tmp_path_factory):
     for row, label in enumerate(image_world.labels):
         if row % 4 == 0:
             (folder / f"digit {label}").mkdir(exist_ok=True)
-            write_png(image_world.images[row], folder / f"digit {label}" / f"{row:03}.png")
+            write_bytes(folder / f"digit {label}" / f"{row:03}.png", png(image_world.images[row]))
     return folder
 
 

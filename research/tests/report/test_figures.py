@@ -28,11 +28,12 @@ from divdec.report.style import (
     write_figure,
 )
 from divdec.runs import record, write_json
-from divdec_research.figures.registry import FIGURES, FigureRequest, Source
+from divdec_research.figures.registry import FIGURES, FigureRequest, Source, find_figure
 from divdec_research.figures.results import best_settings, load_results
 from divdec_research.gradient_depth import LayerDepth
 from divdec_research.report.gradient_depth import write_depth
 from divdec_research.suites.results import identify
+from divdec_research.suites.settings import Scoring
 
 DOCS = Path(__file__).parents[3] / "docs"
 DUBLIN = "{http://purl.org/dc/elements/1.1/}"
@@ -46,13 +47,14 @@ def published(shared):
     return folder
 
 
-def request(*runs, **options):
-    return FigureRequest(tuple(map(str, runs)), **{"variant": "dd-paper", "draws": 20, **options})
+def request(*runs, target=None, retrain=None, **options):
+    scoring = Scoring(**{"variant": "dd-paper", "draws": 20, **options})
+    return FigureRequest(tuple(map(str, runs)), target, retrain, scoring)
 
 
 def drawn(name, *runs, **options):
     with style():
-        return FIGURES.find(name).draw(request(*runs, **options))
+        return find_figure(name).draw(request(*runs, **options))
 
 
 def lines(axes):
@@ -451,13 +453,13 @@ def test_files_with_unexpected_content_give_one_line_error(figure, name, content
     (tmp_path / "run.json").write_text('{"verb": "bench compute"}')
     (tmp_path / name).write_bytes(content)
     with style(), pytest.raises(UsageError, match="does not hold what the figure is drawn from") as error:
-        FIGURES.find(figure).draw(FigureRequest((str(tmp_path),)))
+        find_figure(figure).draw(FigureRequest((str(tmp_path),)))
     assert "\n" not in str(error.value)
 
 
 def test_unknown_figure_error_lists_known_figures():
     with pytest.raises(UsageError, match=r"figure 'pie' is not known; there are: .*tofu-bars"):
-        FIGURES.find("pie")
+        find_figure("pie")
 
 
 def test_model_sizes_are_parsed_from_folder_names():
@@ -485,7 +487,7 @@ class TestFiles:
 
         def write(name):
             with style("divdec-tofu-bars"):
-                result = FIGURES.find("tofu-bars").draw(request(tmp_path, variant="openunlearning"))
+                result = find_figure("tofu-bars").draw(request(tmp_path, variant="openunlearning"))
                 write_figure(
                     tmp_path / name, result.figure, title=result.title, description=result.description,
                     sources=result.sources,
@@ -536,7 +538,7 @@ class TestGallery:
 
     def test_figure_is_reproduced_byte_for_byte(self, published, tmp_path):
         with style("divdec-leak"):
-            result = FIGURES.find("leak").draw(request(published / "tofu" / "leak_at_k"))
+            result = find_figure("leak").draw(request(published / "tofu" / "leak_at_k"))
             write_figure(
                 tmp_path / "leak.svg", result.figure, title=result.title, description=result.description,
                 sources=result.sources,

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, DivergenceMapper, Retokenizer, common_prefix_length
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import check_pair
-from divdec.experts.protocol import BaseExperts, Inputs
+from divdec.experts.protocol import Experts, Inputs
 from divdec.experts.token_cache import PADDING, TokenLayer
 from divdec.passes import (
     columns_of,
@@ -38,7 +38,7 @@ _MAX_ROWS, _MAX_TOKENS = 64, 1 << 15
 PairLogits = tuple[Float[Tensor, "rows kept width"], Float[Tensor, "rows kept width"]]
 
 
-class BridgedPair(BaseExperts, nn.Module):
+class BridgedPair(Experts, nn.Module):
     """Retain auxiliary q and forget auxiliary p with a tokenizer other than the target's.
 
     Args:

@@ -20,8 +20,8 @@ from divdec.errors import UsageError
 
 TokenBytes = Sequence[bytes | None]
 
-NONE, EXACT, PREFIX, EXTENSION = range(4)
-_KINDS = ("none", "exact", "prefix", "extension")
+EXACT, PREFIX, EXTENSION, NONE = range(4)
+_KINDS = ("exact", "prefix", "extension", "none")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"  # SentencePiece's character for a space
 _ACCEPTED = "byte-level BPE, BPE or Unigram with ▁ for spaces (SentencePiece), WordPiece"
@@ -164,20 +164,6 @@ def _decode_word_piece(token: str, prefix: str) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Coverage:
-    """Shares of the target's tokens by how their source is found."""
-
-    exact: float
-    """The source has the same bytes."""
-    prefix: float
-    """The source is the longest auxiliary token that the target's token begins with."""
-    extension: float
-    """The source is the shortest auxiliary token that begins with the target's token."""
-    none: float
-    """No source, not steered: special tokens, padding of the vocabulary, bytes that the auxiliaries lack."""
-
-
-@dataclasses.dataclass(frozen=True)
 class VocabularyMap:
     """`source[t]` is the auxiliary token of target token t, −1 if it has none; `kind[t]` says how it was found."""
 
@@ -210,11 +196,14 @@ class VocabularyMap:
                     source[token], kind[token] = min(extensions)[1], EXTENSION
         return cls(source, kind)
 
-    def coverage(self, ids: Sequence[int] | None = None) -> Coverage:
-        """Return the shares of a text, given as the target's token ids, or of the vocabulary."""
+    def coverage(self, ids: Sequence[int] | None = None) -> dict[str, float]:
+        """Return the shares of the kinds in a text, given as the target's token ids, or in the vocabulary.
+
+        'none' are tokens that are not steered: special ones, padding, bytes that the auxiliaries lack.
+        """
         kind = self.kind if ids is None else self.kind[np.array(ids, np.int64)]
         counts = np.bincount(kind, minlength=len(_KINDS)) / max(len(kind), 1)
-        return Coverage(**{name: float(counts[index]) for index, name in enumerate(_KINDS)})
+        return {name: float(counts[index]) for index, name in enumerate(_KINDS)}
 
 
 def _first_ids(tokens: TokenBytes) -> dict[bytes, int]:

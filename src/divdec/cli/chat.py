@@ -142,12 +142,11 @@ class ChatSession:
         print(f"steering {self.model.steering}")
 
     def _answer(self, line: str) -> None:
-        import torch
         from transformers import TextStreamer
 
         from divdec.data.formatting import Format, encode_prompt
         from divdec.data.records import Message, Record, checked_text
-        from divdec.decoding.generation import plain_decoding
+        from divdec.decoding.generation import generate_stream
         from divdec.decoding.text import answer_text
 
         turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
@@ -155,19 +154,12 @@ class ChatSession:
         form = Format(self.options.system_prompt, chat_template_kwargs=kwargs)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         room = room_for_answer(prompt, self.model, "this conversation; /reset begins a new one")
-        input_ids = torch.tensor([prompt], device=self.model.device)
         speculative = self.speculation.build()
         streamer = None
         if not self.sampling.stop:  # a streamed text cannot be cut
             streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
-        with torch.inference_mode(), plain_decoding(self.model):
-            output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                streamer=streamer,
-                speculative=speculative,
-                **generation_arguments(self.sampling, self.tokenizer, room),
-            )
+        arguments = generation_arguments(self.sampling, self.tokenizer, room)
+        output = generate_stream(self.model, prompt, streamer, speculative=speculative, **arguments)
         print_statistics(speculative)
         answer = output[0, len(prompt) :].tolist()
         text = answer_text(self.tokenizer, prompt, answer, self.sampling.stop)

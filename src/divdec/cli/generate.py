@@ -136,9 +136,10 @@ def generate(
         loading: how models are loaded.
         experts: where the auxiliaries run.
     """
-    from transformers import set_seed
+    from transformers import TextStreamer, set_seed
 
     from divdec.checkpoint import load_tokenizer
+    from divdec.decoding.generation import generate_stream
     from divdec.model.loading import answer_digests, find_bundle
 
     check_at_least("batch_size", batch_size, 1)
@@ -152,7 +153,8 @@ def generate(
     if file is None and len(records) == 1 and not as_json and sys.stdout.isatty() and not sampling.stop:
         arguments = generation_arguments(sampling, tokenizer, rooms[0]) | {"speculative": speculative}
         set_seed(sampling.seed)
-        _stream(model, tokenizer, encoded[0], arguments)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
+        generate_stream(model, encoded[0], streamer, **arguments)
         print_statistics(speculative)
         return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
@@ -219,24 +221,6 @@ def print_statistics(speculation: Speculation | None) -> None:
         f"{statistics.acceptance_rate:.0%} (by position {positions or 'none'})",
         file=sys.stderr,
     )
-
-
-def _stream(
-    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[int], arguments: dict[str, Any]
-) -> None:
-    import torch
-    from transformers import TextStreamer
-
-    from divdec.decoding.generation import plain_decoding
-
-    input_ids = torch.tensor([prompt], device=model.device)
-    with torch.inference_mode(), plain_decoding(model):
-        model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),  # pyright: ignore[reportArgumentType]
-            **arguments,
-        )
 
 
 def _answers(

@@ -8,17 +8,13 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from divdec.cli.chat import Turns
 from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.extras import require
 from divdec.options import (
-    RARE,
-    Flag,
     ModelLoading,
     SpeculativeDecoding,
     SteeringChoice,
@@ -26,101 +22,17 @@ from divdec.options import (
     option,
     read_template_kwargs,
 )
-from divdec.serving import SuppressionPolicy, check_origin
-from divdec.serving.logprobs import LogprobPolicy, default_level
+from divdec.serving import ServeSettings, bind, is_local
 
 if TYPE_CHECKING:
     from divdec.model.loading import LoadedModels
     from divdec.playground.controller import Controller
     from divdec.playground.models import ChatOptions
-    from divdec.serving import ServerOptions
     from divdec.serving.engine import Engine
 
 
 API_KEY = "DIVDEC_API_KEY"
 VLLM_DRAFT_LENGTH = 4  # tokens, with `--speculative auto`
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """Options of `divdec serve`."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 accepts connections from other machines."""
-    port: int = 8000
-    """Port to listen on. 0 selects a free port."""
-    api_key: str | None = None
-    """API key (bearer token), at least 16 characters. Prefer the environment variable DIVDEC_API_KEY, which other users
-    of the machine cannot see."""
-    name: str | None = None
-    """Model name of the bundle in the API; its folder's name by default."""
-    extra_bundle: tuple[str, ...] = ()
-    """Further bundles, as name=path; clients choose by name."""
-    registry: str | None = None
-    """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
-    logprobs: str | None = None
-    """Probabilities that replies tell: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
-    logit_bias, log-probabilities of the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.
-    Default: off with a registry, full without. vLLM: off or full."""
-    on_suppressed: Literal["answer", "refuse", "note"] = "answer"
-    """Action for a reply from which steering took much of the target's probability, where the model would invent
-    something: answer, refuse (send --refusal instead), or note (mark the reply in the response; with --logprobs full,
-    add the share)."""
-    suppressed_share: Annotated[float, RARE] = SuppressionPolicy.share
-    """Share of probability that counts as much, at the token of the reply where steering took most."""
-    refusal: Annotated[str, RARE] = SuppressionPolicy.refusal
-    """Text that replaces a refused reply."""
-    chat_template_kwargs: Annotated[str | None, RARE] = None
-    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Requests can replace
-    them."""
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """Inference engine: embedded (this process), or vllm."""
-    vllm_options: str = ""
-    """Options for vLLM's server in one string, such as --vllm-options='--tensor-parallel-size 2'."""
-    ssl_certfile: Annotated[str | None, RARE] = None
-    """Certificate for HTTPS (PEM)."""
-    ssl_keyfile: Annotated[str | None, RARE] = None
-    """Its private key (PEM, without a password)."""
-    cors_origin: Annotated[tuple[str, ...], RARE] = ()
-    """Origin of web pages whose scripts may use the server (CORS), such as http://localhost:3000; * means every page.
-    None by default."""
-    max_num_seqs: Annotated[int, RARE] = 32
-    """Maximum number of sequences decoded at the same time."""
-    max_queue: Annotated[int, RARE] = 128
-    """Maximum number of queued sequences. Further requests get status 429."""
-    max_tokens: Annotated[int, RARE] = 4096
-    """Longest answer that a client may ask for, in tokens."""
-    max_seconds: Annotated[float, RARE] = 300.0
-    """Maximum time per request in seconds, including time in the queue."""
-    max_body_bytes: Annotated[int, RARE] = 2097152
-    """Largest body of a request."""
-    shutdown_timeout: Annotated[float, RARE] = 30.0
-    """Seconds that running requests may take to finish when the server is stopped."""
-    log_prompts: Flag = False
-    """Include prompts in the access log."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise UsageError(f"--port is {self.port}; accepted: 0 to {2**16 - 1}")
-        for name in ("max_num_seqs", "max_queue", "max_tokens", "max_body_bytes"):
-            check_at_least(name, getattr(self, name), 1)
-        if not 0 < self.max_seconds < 1e6 or not 0 <= self.shutdown_timeout < 1e6:
-            raise UsageError(
-                "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
-            )
-        self.suppression()
-        for origin in self.cors_origin:
-            check_origin(origin)
-        read_template_kwargs(self.chat_template_kwargs)
-        if self.engine == "embedded" and self.vllm_options:
-            raise UsageError("--vllm-options are for --engine vllm")
-        if self.logprobs is not None:
-            LogprobPolicy.parse(self.logprobs)
-
-    def suppression(self) -> SuppressionPolicy:
-        """Return what becomes of replies from which steering took much."""
-        return SuppressionPolicy(self.on_suppressed, self.suppressed_share, self.refusal)
 
 
 # Fields of the embedded server that vLLM replaces by its own or lacks.
@@ -156,8 +68,6 @@ def serve(
         loading: how models are loaded.
         experts: where the auxiliaries run.
     """
-    from divdec.serving import bind, is_local
-
     bundles = _bundles(bundle, settings)
     if len(bundles) > 1 and choice.steering is not None:
         raise UsageError("--steering is for a single bundle; write each bundle with its own rule")
@@ -165,17 +75,18 @@ def serve(
         _check_vllm(settings, choice, loading, experts)
     else:
         require("serve", "the server")
-    options = _options(settings)
-    options.check_tls()
+    if settings.api_key is None:
+        settings = dataclasses.replace(settings, api_key=os.environ.get(API_KEY))
+    settings.check_tls()
     port = bind(settings.host, settings.port)
-    if not is_local(settings.host) and options.api_key is None:
+    if not is_local(settings.host) and settings.api_key is None:
         print(
             f"warning: {settings.host} accepts other machines and no --api-key is set: anybody can use the server",
             file=sys.stderr,
         )
     if settings.engine == "vllm":
         port.close()
-        _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading, options.api_key)
+        _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading)
         return
 
     from divdec.passes import load_in_thread
@@ -189,9 +100,7 @@ def serve(
                 for name, path in bundles.items()
             }
         )
-        follows = any(engine.count_takedowns() is not None for engine in engines.values())
-        policy = LogprobPolicy.parse(settings.logprobs or default_level(follows))
-        run_server(engines, port, dataclasses.replace(options, logprobs=policy))
+        run_server(engines, port, settings)
     finally:
         port.close()
 
@@ -214,12 +123,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
 
 
 def _serve_vllm(
-    bundle: str,
-    name: str,
-    settings: ServeSettings,
-    speculation: SpeculativeDecoding,
-    loading: ModelLoading,
-    key: str | None,
+    bundle: str, name: str, settings: ServeSettings, speculation: SpeculativeDecoding, loading: ModelLoading
 ) -> None:
     from divdec.serving.vllm.configuration import engine_arguments, run
 
@@ -246,7 +150,7 @@ def _serve_vllm(
         port=settings.port,
         extra=extra,
     )
-    run(arguments, api_key=key)
+    run(arguments, api_key=settings.api_key)
 
 
 def _bundles(bundle: str, settings: ServeSettings) -> dict[str, str]:
@@ -265,18 +169,6 @@ def _bundles(bundle: str, settings: ServeSettings) -> dict[str, str]:
             raise UsageError(f"two bundles are named {name!r}; rename one (--name, --extra-bundle name=path)")
         bundles[name] = path
     return bundles
-
-
-def _options(settings: ServeSettings) -> ServerOptions:
-    from divdec.serving import ServerOptions
-
-    return ServerOptions(
-        api_key=settings.api_key if settings.api_key is not None else os.environ.get(API_KEY),
-        max_tokens=settings.max_tokens, max_seconds=settings.max_seconds, max_body_bytes=settings.max_body_bytes,
-        max_sequences=settings.max_queue, shutdown_timeout=settings.shutdown_timeout, log_prompts=settings.log_prompts,
-        suppression=settings.suppression(), ssl_certfile=settings.ssl_certfile, ssl_keyfile=settings.ssl_keyfile,
-        cors_origins=settings.cors_origin,
-    )  # fmt: skip
 
 
 def build_engine(
@@ -345,8 +237,6 @@ def playground(
         port: Port to listen on. 0 selects a free port.
         loading: how models are loaded.
     """
-    from divdec.serving import bind, is_local
-
     check_at_least("max_new_tokens", max_new_tokens, 1)
     if not 0 <= seed < 2**32:
         raise UsageError(f"--seed is {seed}; accepted: 0 to {2**32 - 1}")

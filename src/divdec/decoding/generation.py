@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,11 @@ from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
 from divdec.fail_closed import check_inputs, check_prompts, check_vocabulary
-from divdec.passes import new_cache, stateful_types
+from divdec.passes import device_of, new_cache, stateful_types
 
 if TYPE_CHECKING:
+    from transformers.generation import BaseStreamer
+
     from divdec.decoding.speculative import Speculation
 
 SEARCHES = (
@@ -48,6 +50,16 @@ def plain_decoding(model: Any) -> Iterator[None]:
         yield
     finally:
         model.generation_config = generation_config
+
+
+def generate_stream(model: Any, prompt: Sequence[int], streamer: BaseStreamer | None, **options: Any) -> Any:
+    """Continue one prompt of token ids, and send the tokens to a streamer; returns the output of `generate`.
+
+    Of the generation config only special tokens are used; `options` are those of `generate`.
+    """
+    input_ids = torch.tensor([prompt], device=device_of(model))
+    with torch.inference_mode(), plain_decoding(model):
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **options)
 
 
 class SteeredGeneration(GenerationMixin):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -96,7 +96,7 @@ class EntailmentJudge:
         check_weights(folder)
         try:
             # A classification head that is not in the file would be random: refused.
-            model = load_model(folder, AutoModelForSequenceClassification)
+            model: Any = load_model(folder, AutoModelForSequenceClassification)
         except UsageError as error:
             raise UsageError(f"{error}; the judge must be a classifier trained on entailment") from None
         labels = model.config.id2label or {}

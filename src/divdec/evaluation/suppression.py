@@ -1,4 +1,9 @@
-"""Choose the threshold of `divdec serve --on-suppressed` by replies of a steered model."""
+"""Share of the target's probability that steering took from a reply, and its threshold: `divdec serve --on-suppressed`.
+
+Where the target's answer is forgotten, a steered model invents another one. The share that steering took is the total
+variation distance between the target's and the steered distribution of the next token, at the token of the reply where
+it is largest: 0 where steering changed nothing, near 1 where it took a token that the target was sure of.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import RecordSet
 from divdec.errors import FailedClosed
 from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.recitation import passages_of
-from divdec.model.suppression import suppressed_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +32,64 @@ REPLIES = 16  # of a set, at most
 LENGTH = 32  # tokens of a reply, at most
 MIN_DIFFERENCE = 0.5
 """Least difference of the shares of marked replies, forget set less others, at which a threshold is recommended."""
+
+
+class SuppressionPass:
+    """A pass over prompt and reply that measures what steering took, by chunks, so that other requests do not wait.
+
+    Attributes:
+        chunk: tokens in one step.
+    """
+
+    def __init__(self, model: DivergenceForCausalLM, tokens: Sequence[int], prompt_length: int, chunk: int) -> None:
+        """Prepare.
+
+        Args:
+            model: the steered model.
+            tokens: prompt and reply.
+            prompt_length: tokens of the prompt, at least 1.
+            chunk: tokens in one step.
+        """
+        self.chunk = chunk
+        self._model, self._prompt_length = model, prompt_length
+        self._cache, self._eligible = model.new_cache(), model.steering.eligible(model.vocab_size)
+        self._ids = torch.tensor([list(tokens[:-1])], device=model.device)
+        self._largest = torch.zeros((), device=model.device)
+        self._read = 0
+
+    @torch.inference_mode()
+    def step(self) -> float | None:
+        """Read the next chunk. After the last one, return the largest share that steering took at one token.
+
+        Raises:
+            FailedClosed: a logit is not finite.
+        """
+        model, start = self._model, self._read
+        self._read = end = min(start + self.chunk, self._ids.shape[1])
+        if start < end:
+            keep = min(end - start, end - self._prompt_length + 1)  # after the prompt's last token, the reply's first
+            if model.takedowns is not None:
+                assert self._cache.takedowns is not None
+                model.takedowns.begin(self._cache.takedowns)
+            chunk = self._ids[:, start:end]
+            target, corrected, divergence = model.unsteered_components(
+                chunk, past_key_values=self._cache, logits_to_keep=max(keep, 1)
+            )
+            if keep > 0:
+                eligible = None if self._eligible is None else self._eligible.to(corrected.device)
+                steered = model.steering.apply(corrected, divergence, eligible)
+                removed_probability = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
+                # NaN stays NaN, which is refused.
+                self._largest = torch.maximum(self._largest, removed_probability.max().to(self._largest.device))
+        return float(self._largest) if end == self._ids.shape[1] else None
+
+
+def suppressed_share(model: DivergenceForCausalLM, tokens: Sequence[int], prompt_length: int, chunk: int) -> float:
+    """Return the largest share of probability that steering took at one token of a reply; see `SuppressionPass`."""
+    measurement = SuppressionPass(model, tokens, prompt_length, chunk)
+    while (share := measurement.step()) is None:
+        pass
+    return share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from divdec.errors import UsageError
-from divdec.experts.protocol import BaseExperts, Experts, Inputs
+from divdec.experts.protocol import Experts, Inputs
 from divdec.passes import lengths_of
 from divdec.steering import NO_RULE, Steering
 
 
-class CombinedExperts(BaseExperts, nn.Module):
+class CombinedExperts(Experts, nn.Module):
     """Σ wᵢ·divergenceᵢ, so that the linear rule applies each with α·wᵢ (paper, eq. 1)."""
 
     def __init__(self, parts: Sequence[tuple[Experts, float]]) -> None:
@@ -28,7 +28,7 @@ class CombinedExperts(BaseExperts, nn.Module):
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
         self.embeddings = min(getattr(experts, "embeddings", math.inf) for experts in self.parts)
-        self.largest = sum(abs(weight) * getattr(experts, "largest", math.inf) for experts, weight in parts)
+        self.largest = sum(abs(weight) * experts.largest for experts, weight in parts)
         # Submodules, so that `to` and `parameters` reach them.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
 
@@ -49,7 +49,7 @@ class CombinedExperts(BaseExperts, nn.Module):
         return total
 
 
-class NoExperts(BaseExperts):
+class NoExperts(Experts):
     """A divergence of 0, for a model that only takedown requests steer."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -76,12 +76,11 @@ def check_rule(steering: Steering, experts: Experts) -> None:
     """
     if isinstance(experts, NoExperts) and steering.rule == "rank":
         raise UsageError(NO_RULE)
-    largest = getattr(experts, "largest", math.inf)
-    if steering.margin is not None and steering.margin > largest:
+    if steering.margin is not None and steering.margin > experts.largest:
         without = dataclasses.replace(steering, margin=None, full=False)
         raise UsageError(
-            f"{steering}: the scores of these n-grams differ by at most {largest:g}, so no token would reach the "
-            f"margin of {steering.margin:g}; give a smaller one or none ({without})"
+            f"{steering}: the scores of these n-grams differ by at most {experts.largest:g}, so no token would reach "
+            f"the margin of {steering.margin:g}; give a smaller one or none ({without})"
         )
 
 

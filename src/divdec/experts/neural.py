@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.protocol import BaseExperts, Inputs
+from divdec.experts.protocol import Experts, Inputs
 from divdec.fail_closed import check
 from divdec.passes import check_part, count_embeddings, length_of, logit_width, logits_of, new_cache, same_weights
 from divdec.steering import Steering
 
 
-class NeuralPair(BaseExperts, nn.Module):
+class NeuralPair(Experts, nn.Module):
     """Retain auxiliary q and forget auxiliary p (paper, section 3.1).
 
     Their widths may differ; the divergence covers the tokens that both have.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from divdec.errors import UsageError
 from divdec.experts.ngram_counts import BACKOFF, Counts
-from divdec.experts.protocol import BaseExperts, Inputs
+from divdec.experts.protocol import Experts, Inputs
 from divdec.experts.token_cache import PADDING, TokenCache, masked
 
 
@@ -66,7 +66,7 @@ class StupidBackoff:
         return indices, score.astype(np.float32)
 
 
-class NgramPair(BaseExperts):
+class NgramPair(Experts):
     """Retain model q and forget model p as n-gram counts; the divergence is S_q − S_p (paper, section 4.4)."""
 
     def __init__(self, retain: Counts | StupidBackoff, forget: Counts) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -61,6 +62,9 @@ class Counts(Protocol):
     def followers(self, contexts: np.ndarray) -> Followers:
         """Return the followers of contexts, int64 [contexts, length] with a length from 1 to order − 1."""
         ...
+
+
+Part = TypeVar("Part", bound=Counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,39 +157,40 @@ class NgramCounts:
         return Followers(np.where(known, totals, 0), follower_rows, tokens, self.counts[length - 1][entries])
 
 
-class _TwoCounts:
-    def __init__(self, first: Counts, other: Counts) -> None:
-        self.one = first
-        self.other = other
-        """The smaller one."""
-        self.vocab_size = first.vocab_size
-        self.order = first.order
+class SummedCounts(Generic[Part]):
+    """Sum of counts, equal to counting the documents of all (a `Counts`)."""
 
-
-class SummedCounts(_TwoCounts):
-    """Sum of two counts, equal to counting the documents of both (a `Counts`)."""
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        """The largest first."""
+        self.vocab_size, self.order = parts[0].vocab_size, parts[0].order
 
     @property
     def unigrams(self) -> np.ndarray:
         """Occurrences by token id, [vocab]."""
-        return self.one.unigrams + self.other.unigrams
+        return functools.reduce(np.add, (part.unigrams for part in self.parts))
 
     def followers(self, contexts: np.ndarray) -> Followers:
-        """Return the followers of contexts in either."""
-        return summed(self.one.followers(contexts), self.other.followers(contexts), self.vocab_size)
+        """Return the followers of contexts in any of them."""
+        followers = (part.followers(contexts) for part in self.parts)
+        return functools.reduce(lambda larger, other: summed(larger, other, self.vocab_size), followers)
 
 
-class CountDifference(_TwoCounts):
-    """Counts `first` without the documents of `other`, which `first` includes (a `Counts`)."""
+class CountDifference:
+    """Counts `whole` without the documents of `removed`, which it includes (a `Counts`)."""
+
+    def __init__(self, whole: Counts, removed: Counts) -> None:
+        self.whole, self.removed = whole, removed
+        self.vocab_size, self.order = whole.vocab_size, whole.order
 
     @property
     def unigrams(self) -> np.ndarray:
         """Occurrences by token id, [vocab]."""
-        return np.maximum(self.one.unigrams - self.other.unigrams, 0)
+        return np.maximum(self.whole.unigrams - self.removed.unigrams, 0)
 
     def followers(self, contexts: np.ndarray) -> Followers:
         """Return the followers of contexts in the remaining documents."""
-        followers, other = self.one.followers(contexts), self.other.followers(contexts)
+        followers, other = self.whole.followers(contexts), self.removed.followers(contexts)
         minus = dataclasses.replace(other, totals=-other.totals, counts=-other.counts.astype(np.int64))
         rest = summed(followers, minus, self.vocab_size)
         positive = (rest.counts > 0) & (rest.totals[rest.rows] > 0)

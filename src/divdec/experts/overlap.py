@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
@@ -29,11 +28,18 @@ class OverlappedExperts:
 
     @contextlib.contextmanager
     def started(self, experts: Experts, *inputs: Any) -> Iterator[Callable[[], Tensor]]:
-        """Start a pass, and yield a function that waits for the divergence; see `started_divergence`."""
+        """Start a pass, and yield a function that waits for the divergence; the target runs within the context.
+
+        Where gradients are enabled or no model is on a GPU, the function runs the pass. On exit nothing runs any more.
+
+        Args:
+            experts: the experts.
+            *inputs: all arguments of `Experts.divergence`, in its order.
+        """
         if self._models[0] is not experts:
             modules = experts.modules() if isinstance(experts, nn.Module) else ()
             self._models = experts, [module for module in modules if isinstance(module, PreTrainedModel)]
-        devices = _cuda_devices(self._models[1])
+        devices = set() if torch.is_grad_enabled() else _cuda_devices(self._models[1])
         if not devices:
             yield lambda: experts.divergence(*inputs)
             return
@@ -67,29 +73,6 @@ class OverlappedExperts:
             yield result
         finally:
             join()
-
-
-@contextlib.contextmanager
-def started_divergence(
-    experts: Experts,
-    overlap: OverlappedExperts | None,
-    input_ids: Int[Tensor, "batch tokens"],
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-    position_ids: Int[Tensor, "batch_or_one tokens"] | None,
-    cache: Cache | None,
-    logits_to_keep: int,
-) -> Iterator[Callable[[], Tensor]]:
-    """Start the experts' pass, and yield a function that returns the divergence; the target runs within the context.
-
-    With `overlap` the pass starts at once. Without it, or where gradients are enabled, the function computes it. The
-    other arguments are those of `Experts.divergence`. On exit nothing runs any more.
-    """
-    inputs = input_ids, attention_mask, position_ids, cache, logits_to_keep
-    if overlap is None or torch.is_grad_enabled():
-        yield lambda: experts.divergence(*inputs)
-    else:
-        with overlap.started(experts, *inputs) as result:
-            yield result
 
 
 def _tensors_of(layer: Any) -> list[Any]:

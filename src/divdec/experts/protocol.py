@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import math
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,16 +13,31 @@ from transformers import Cache
 OwnCache = TypeVar("OwnCache", bound=Cache)
 
 
-@runtime_checkable
-class Experts(Protocol):
+class Inputs(NamedTuple):
+    """The tokens of a pass; see `Experts.divergence`."""
+
+    input_ids: Int[Tensor, "batch tokens"]
+    attention_mask: Int[Tensor, "batch past_and_tokens"] | None
+    position_ids: Int[Tensor, "batch_or_one tokens"] | None
+
+
+class Experts(abc.ABC):
     """A retain and a forget model that compute log q − log p over the target's vocabulary."""
 
     vocab_size: int
     """Width of the divergence: the vocabulary that both models share."""
+    cache_class: type[Cache]
+    """Type of cache that `new_cache` returns."""
+    largest: float = math.inf
+    """Largest absolute value of the divergence."""
 
+    @abc.abstractmethod
     def new_cache(self) -> Cache:
         """Return an empty cache for `divergence`; it can be cropped, reordered and selected from by row."""
-        ...
+
+    @abc.abstractmethod
+    def compute(self, inputs: Inputs, cache: Any, logits_to_keep: int) -> Tensor:
+        """Compute the divergence; `cache` is a `cache_class`, or None."""
 
     def divergence(
         self,
@@ -39,45 +55,12 @@ class Experts(Protocol):
             position_ids: position of each token in its sequence, padding not counted.
             cache: from `new_cache`; it is extended by `input_ids`. None computes without a cache.
             logits_to_keep: number of positions to return, counted from the end.
-        """
-        ...
-
-
-class Inputs(NamedTuple):
-    """The tokens of a pass; see `Experts.divergence`."""
-
-    input_ids: Int[Tensor, "batch tokens"]
-    attention_mask: Int[Tensor, "batch past_and_tokens"] | None
-    position_ids: Int[Tensor, "batch_or_one tokens"] | None
-
-
-class BaseExperts:
-    """Base class of `Experts`: checks the type of the cache; subclasses implement `compute`."""
-
-    cache_class: type[Cache]
-    """Type of cache that `new_cache` returns."""
-    largest: float = math.inf
-    """Largest absolute value of the divergence."""
-
-    def divergence(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-    ) -> Float[Tensor, "batch kept vocab"]:
-        """See `Experts.divergence`.
 
         Raises:
             TypeError: the cache is not from `new_cache`.
         """
         experts_cache = own_cache(cache, self.cache_class)
         return self.compute(Inputs(input_ids, attention_mask, position_ids), experts_cache, logits_to_keep)
-
-    def compute(self, inputs: Inputs, cache: Any, logits_to_keep: int) -> Tensor:
-        """Compute the divergence; `cache` is a `cache_class`, or None."""
-        raise NotImplementedError
 
 
 def own_cache(cache: Cache | None, kind: type[OwnCache]) -> OwnCache | None:

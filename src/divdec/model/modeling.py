@@ -5,7 +5,9 @@ Its logits are already steered, so nothing that reads them (generation, scores, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import os
 import uuid
@@ -25,7 +27,7 @@ from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.neural import NeuralPair
-from divdec.experts.overlap import OverlappedExperts, started_divergence
+from divdec.experts.overlap import OverlappedExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
 from divdec.passes import (
@@ -310,7 +312,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or (use_cache is None and not uses_gradient_checkpointing(self))):
             cache = self.new_cache()
-        uncorrected_logits, target_logits, divergence = self._run(
+        uncorrected_logits, target_logits, divergence = self.unsteered_components(
             input_ids, attention_mask, position_ids, cache, logits_to_keep
         )
         if self._eligible is not None and self._eligible.device != target_logits.device:
@@ -341,29 +343,20 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             FailedClosed: the divergence or the target's logits are not finite, or the caches differ in length.
         """
-        return self._run(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
+        return self.unsteered_components(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
 
     def unsteered_components(
         self,
         input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
         past_key_values: DivergenceCache | None = None,
         logits_to_keep: int = 0,
     ) -> tuple[Logits, Logits, Logits]:
-        """Return the target's own logits, then the two tensors of `components`.
+        """Run target, experts and takedowns, and return the target's own logits, then the two tensors of `components`.
 
         For displays of what steering changes; never answer from the first.
         """
-        return self._run(input_ids, None, None, past_key_values, logits_to_keep)
-
-    def _run(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
-        past_key_values: DivergenceCache | None,
-        logits_to_keep: int,
-    ) -> tuple[Logits, Logits, Logits]:
-        """Run target, experts and takedowns on the new tokens; see `unsteered_components`."""
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")
         cache = self._own_cache(past_key_values)
@@ -381,7 +374,12 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
         if cache is not None:
             cache.is_interrupted = True
-        with started_divergence(self.experts, self._overlap, *inputs, experts_cache, logits_to_keep) as result:
+        experts_inputs = (*inputs, experts_cache, logits_to_keep)
+        with (
+            contextlib.nullcontext(functools.partial(self.experts.divergence, *experts_inputs))
+            if self._overlap is None
+            else self._overlap.started(self.experts, *experts_inputs)
+        ) as result:
             target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
             divergence = result()
         padding = _padding_of(attention_mask, target_logits.shape[1])

@@ -23,13 +23,12 @@ from transformers.generation import BaseStreamer
 
 from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
 from divdec.data.records import Message, Record, checked_text
-from divdec.decoding.generation import plain_decoding
+from divdec.decoding.generation import generate_stream
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.fail_closed import wait_for_checks
-from divdec.passes import device_of
 from divdec.playground.rendering import Token, TokenShift
 from divdec.serving import is_local
 from divdec.steering import MAX_ALPHA, Steering
@@ -187,7 +186,7 @@ class SteeredModel:
             wait_for_checks()
             torch.manual_seed(seed)
             with recorder.attached(model.target):
-                _generate(
+                generate_stream(
                     model, prompt, streamer, max_new_tokens=self.most_new_tokens(prompt),
                     logits_processor=LogitsProcessorList([recorder]), **arguments,
                 )  # fmt: skip
@@ -387,12 +386,6 @@ def stream_tokens(generate: Callable[[BaseStreamer], None], read: Callable[[int]
         thread.join()
 
 
-def _generate(model: Any, prompt: list[int], streamer: BaseStreamer, **arguments: Any) -> None:
-    input_ids = torch.tensor([prompt], device=device_of(model))
-    with torch.inference_mode(), plain_decoding(model):
-        model.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer, **arguments)
-
-
 class UnsteeredTarget:
     """The target alone, UNSTEERED: for `--show-target` on this machine, on a page that marks it as unsteered."""
 
@@ -407,7 +400,7 @@ class UnsteeredTarget:
         model = self._model
 
         def generate(streamer: BaseStreamer) -> None:
-            _generate(
+            generate_stream(
                 model.model.target, prompt, streamer, max_new_tokens=model.most_new_tokens(prompt), do_sample=False,
                 eos_token_id=sorted(model.eos_token_ids) or None,
             )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -90,13 +89,13 @@ def _bridge(experts: list[Any], tokenizer: Any, text: str | None) -> dict[str, A
         if text is not None:
             raise UsageError("--text measures a bridge, and the bundle's experts have the target's tokenizer")
         return {}
-    content = {"bridge": dataclasses.asdict(maps[0].coverage())}
+    content = {"bridge": maps[0].coverage()}
     if text is not None:
         from divdec.data.formatting import documents
         from divdec.data.records import read_records
 
         ids = [token for document in documents(read_records(text), tokenizer) for token in document]
-        content["bridge_of_text"] = dataclasses.asdict(maps[0].coverage(ids))
+        content["bridge_of_text"] = maps[0].coverage(ids)
     return content
 
 

@@ -6,10 +6,13 @@ import dataclasses
 import ipaddress
 import socket
 import ssl
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from cyclopts import Parameter
+
 from divdec.errors import UsageError, first_line
+from divdec.options import RARE, Flag, check_at_least, read_template_kwargs
 from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy
 
 SHORTEST_KEY = 16  # characters
@@ -38,38 +41,82 @@ class SuppressionPolicy:
         return self.action == "refuse" and (share is None or not share < self.share)
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerOptions:
-    """Options of the embedded server."""
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Options of `divdec serve`."""
 
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 accepts connections from other machines."""
+    port: int = 8000
+    """Port to listen on. 0 selects a free port."""
     api_key: str | None = None
-    """Key that clients must send; None admits everyone."""
-    max_tokens: int = 4096
-    """Longest reply."""
-    max_seconds: float = 300.0
-    """Longest time to a complete reply, the time in the queue included."""
-    max_body_bytes: int = MAX_BODY_BYTES
-    """Largest request body."""
-    max_sequences: int = 160
-    """Most replies to one request: prompts times n (or best_of)."""
-    shutdown_timeout: float = 30.0
-    """Seconds that running requests have to finish at shutdown."""
-    log_prompts: bool = False
-    """Log prompts."""
-    logprobs: LogprobPolicy = LogprobPolicy()  # noqa: RUF009  frozen
-    """Which log-probabilities replies may contain."""
-    suppression: SuppressionPolicy = SuppressionPolicy()
-    """Action for replies from which steering took much."""
-    ssl_certfile: str | None = None
-    """Certificate (PEM) with its chain."""
-    ssl_keyfile: str | None = None
-    """Private key; None if it is in the same file."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may read replies (CORS); '*' means every page."""
+    """API key (bearer token), at least 16 characters. Prefer the environment variable DIVDEC_API_KEY, which other users
+    of the machine cannot see."""
+    name: str | None = None
+    """Model name of the bundle in the API; its folder's name by default."""
+    extra_bundle: tuple[str, ...] = ()
+    """Further bundles, as name=path; clients choose by name."""
+    registry: str | None = None
+    """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
+    logprobs: str | None = None
+    """Probabilities that replies tell: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
+    logit_bias, log-probabilities of the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.
+    Default: off with a registry, full without. vLLM: off or full."""
+    on_suppressed: Literal["answer", "refuse", "note"] = "answer"
+    """Action for a reply from which steering took much of the target's probability, where the model would invent
+    something: answer, refuse (send --refusal instead), or note (mark the reply in the response; with --logprobs full,
+    add the share)."""
+    suppressed_share: Annotated[float, RARE] = SuppressionPolicy.share
+    """Share of probability that counts as much, at the token of the reply where steering took most."""
+    refusal: Annotated[str, RARE] = SuppressionPolicy.refusal
+    """Text that replaces a refused reply."""
+    chat_template_kwargs: Annotated[str | None, RARE] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Requests can replace
+    them."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """Inference engine: embedded (this process), or vllm."""
+    vllm_options: str = ""
+    """Options for vLLM's server in one string, such as --vllm-options='--tensor-parallel-size 2'."""
+    ssl_certfile: Annotated[str | None, RARE] = None
+    """Certificate for HTTPS (PEM)."""
+    ssl_keyfile: Annotated[str | None, RARE] = None
+    """Its private key (PEM, without a password)."""
+    cors_origin: Annotated[tuple[str, ...], RARE] = ()
+    """Origin of web pages whose scripts may use the server (CORS), such as http://localhost:3000; * means every page.
+    None by default."""
+    max_num_seqs: Annotated[int, RARE] = 32
+    """Maximum number of sequences decoded at the same time."""
+    max_queue: Annotated[int, RARE] = 128
+    """Maximum number of queued sequences. Further requests get status 429."""
+    max_tokens: Annotated[int, RARE] = 4096
+    """Longest answer that a client may ask for, in tokens."""
+    max_seconds: Annotated[float, RARE] = 300.0
+    """Maximum time per request in seconds, including time in the queue."""
+    max_body_bytes: Annotated[int, RARE] = MAX_BODY_BYTES
+    """Largest body of a request."""
+    shutdown_timeout: Annotated[float, RARE] = 30.0
+    """Seconds that running requests may take to finish when the server is stopped."""
+    log_prompts: Flag = False
+    """Include prompts in the access log."""
 
     def __post_init__(self) -> None:
-        for origin in self.cors_origins:
+        if not 0 <= self.port < 2**16:
+            raise UsageError(f"--port is {self.port}; accepted: 0 to {2**16 - 1}")
+        for name in ("max_num_seqs", "max_queue", "max_tokens", "max_body_bytes"):
+            check_at_least(name, getattr(self, name), 1)
+        if not 0 < self.max_seconds < 1e6 or not 0 <= self.shutdown_timeout < 1e6:
+            raise UsageError(
+                "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
+            )
+        self.suppression()
+        for origin in self.cors_origin:
             check_origin(origin)
+        read_template_kwargs(self.chat_template_kwargs)
+        if self.engine == "embedded" and self.vllm_options:
+            raise UsageError("--vllm-options are for --engine vllm")
+        if self.logprobs is not None:
+            LogprobPolicy.parse(self.logprobs)
         key = self.api_key
         if key is not None and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
             raise UsageError(
@@ -78,6 +125,10 @@ class ServerOptions:
             )
         if self.ssl_keyfile and not self.ssl_certfile:
             raise UsageError("--ssl-keyfile needs --ssl-certfile")
+
+    def suppression(self) -> SuppressionPolicy:
+        """Return the action for replies from which steering took much."""
+        return SuppressionPolicy(self.on_suppressed, self.suppressed_share, self.refusal)
 
     def check_tls(self) -> None:
         """Check certificate and key before models are loaded.

@@ -18,9 +18,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from divdec.errors import UsageError
-from divdec.serving import ServerOptions
+from divdec.serving import ServeSettings
 from divdec.serving.engine import Engine
 from divdec.serving.grammar import TAGS, GrammarMatcher, make_grammar
+from divdec.serving.logprobs import LogprobPolicy
 from divdec.serving.middleware import Metrics, RequestRecord
 from divdec.serving.request import RequestOutput, RequestTiming, SamplingParams, TokenLogprob
 from divdec.serving.schemas import (
@@ -48,10 +49,11 @@ AppStatus.disable_automatic_graceful_drain()  # on shutdown the engines end thei
 
 @dataclasses.dataclass
 class Server:
-    """Engines by model name, options and metrics."""
+    """Engines by model name, options, log-probabilities that replies may contain, and metrics."""
 
     models: Mapping[str, Engine]
-    options: ServerOptions
+    options: ServeSettings
+    policy: LogprobPolicy
     metrics: Metrics
 
     def find_model(self, name: str | None) -> Engine:
@@ -87,7 +89,7 @@ class CompletionCall:
 
     def __init__(self, body: CompletionRequest | ChatCompletionRequest, server: Server, request: Request) -> None:
         self.body, self.server, self.request = body, server, request
-        self.engine, self.policy = server.find_model(body.model), server.options.logprobs
+        self.engine, self.policy = server.find_model(body.model), server.policy
         self.record: RequestRecord = request.state.record
         self.record.model, self.record.stream = self.engine.name, body.stream
         self.replies: list[tuple[list[int], SamplingParams]] = []
@@ -126,10 +128,11 @@ class CompletionCall:
 
     def note(self, reply: RequestOutput) -> Event:
         """Return the field of a choice that says whether steering took much, if the operator wants it."""
-        if self.server.options.suppression.action != "note" or reply.finish_reason is None:
+        suppression = self.server.options.suppression()
+        if suppression.action != "note" or reply.finish_reason is None:
             return {}
         share = reply.suppressed
-        marked = share is None or not share < self.server.options.suppression.share
+        marked = share is None or not share < suppression.share
         if self.policy.level != "full":  # the share is a probability of the unsteered target
             return {"suppressed": {"marked": marked}}
         return {"suppressed": {"share": None if share is None else round(share, 4), "marked": marked}}
@@ -206,7 +209,7 @@ class CompletionCall:
             Busy, Closing, FailedClosed, UsageError: the engine's error of the first reply that fails.
             TimeoutError: the replies take longer than the server allows.
         """
-        suppression = self.server.options.suppression
+        suppression = self.server.options.suppression()
         waiting: list[list[RequestOutput]] = [[] for _ in self.replies]
         self.logprobs = [[] for _ in self.replies]
         observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
@@ -330,10 +333,10 @@ class TextCompletion(CompletionCall):
             [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else [*body.prompt]
         )
         self.replies_per_prompt = max(body.n, body.best_of or 1)
-        if len(prompts) * self.replies_per_prompt > self.server.options.max_sequences:
+        if len(prompts) * self.replies_per_prompt > self.server.options.max_queue:
             raise invalid(
                 f"{len(prompts)} prompts with {self.replies_per_prompt} answers each: this server makes at most "
-                f"{self.server.options.max_sequences} answers for a request",
+                f"{self.server.options.max_queue} answers for a request",
                 "prompt" if len(prompts) > 1 else "n",
             )
         self.prompts = [await self._encode(prompt) for prompt in prompts]
@@ -413,7 +416,7 @@ class ChatCompletion(CompletionCall):
 
     async def prepare(self) -> None:
         """See `CompletionCall.prepare`."""
-        body, most = self.body, self.server.options.max_sequences
+        body, most = self.body, self.server.options.max_queue
         self.record.prompt = [message.model_dump() for message in body.messages]
         if body.n > most:
             raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")

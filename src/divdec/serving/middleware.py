@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from divdec.errors import FailedClosed
-from divdec.serving import ServerOptions
+from divdec.serving import ServeSettings
 from divdec.serving.engine import Engine
 from divdec.serving.request import RequestTiming
 from divdec.serving.schemas import ApiError, server_closing, to_api_error
@@ -154,7 +154,7 @@ class RequestMiddleware:
 
     app: ASGIApp
     metrics: Metrics
-    options: ServerOptions
+    options: ServeSettings
     closing: Callable[[], bool]
     trace: Callable[[Scope, RequestRecord], None] | None = None
     """Makes the spans of a finished request."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from divdec.decoding.cache import holds_tokens
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
+from divdec.evaluation.suppression import SuppressionPass
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.model.suppression import SuppressionPass
 from divdec.passes import stateful_types
 from divdec.serving.batches import Batch, Group, Prefill, SpeculativeRequest, StepOutput
 from divdec.serving.request import Request, RequestOutput

@@ -22,9 +22,10 @@ from starlette.responses import Response
 
 from divdec import __version__
 from divdec.errors import UsageError
-from divdec.serving import ServerOptions
+from divdec.serving import ServeSettings
 from divdec.serving.completions import ChatCompletion, Server, TextCompletion, encode_chat
 from divdec.serving.engine import Engine
+from divdec.serving.logprobs import LogprobPolicy, default_level
 from divdec.serving.middleware import Metrics, RequestMiddleware, write_log
 from divdec.serving.schemas import (
     ChatCompletionRequest,
@@ -45,7 +46,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions) -> None:
+def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServeSettings) -> None:
     """Answer requests until SIGTERM or SIGINT (Ctrl-C), then let running ones finish.
 
     Args:
@@ -72,7 +73,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, engines: Mapping[str, Engine], port: socket.socket, options: ServerOptions, tracer: Any = None
+        self, engines: Mapping[str, Engine], port: socket.socket, options: ServeSettings, tracer: Any = None
     ) -> None:
         """Prepare; `run` starts the engines. See `create_app` for the arguments."""
         self._engines, self._port, self._timeout = engines, port, options.shutdown_timeout
@@ -140,7 +141,7 @@ class _JsonHandler(logging.Handler):
 
 
 def create_app(
-    engines: Mapping[str, Engine], options: ServerOptions, closing: Callable[[], bool], tracer: Any = None
+    engines: Mapping[str, Engine], options: ServeSettings, closing: Callable[[], bool], tracer: Any = None
 ) -> FastAPI:
     """Create the application for started engines.
 
@@ -150,15 +151,17 @@ def create_app(
         closing: whether the server shuts down and refuses requests.
         tracer: OpenTelemetry tracer of requests; None for no spans.
     """
-    server = Server(engines, options, Metrics(engines))
+    follows = any(engine.count_takedowns() is not None for engine in engines.values())
+    policy = LogprobPolicy.parse(options.logprobs or default_level(follows))
+    server = Server(engines, options, policy, Metrics(engines))
     app = FastAPI(
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
     )
     trace = None if tracer is None else functools.partial(trace_request, tracer, engines)
     app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing, trace=trace)
-    if options.cors_origins:  # outside of the other, because a preflight request has no key and errors need the headers
+    if options.cors_origin:  # outside of the other, because a preflight request has no key and errors need the headers
         app.add_middleware(
-            CORSMiddleware, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            CORSMiddleware, allow_origins=options.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
     for kind in (HTTPException, RequestValidationError):  # the middleware answers all other exceptions
@@ -198,7 +201,7 @@ def create_app(
     def card(engine: Engine) -> dict[str, Any]:
         return {
             "id": engine.name, "object": "model", "created": engine.created, "owned_by": "divdec",
-            "max_model_len": engine.max_model_len, "logprobs": str(options.logprobs),
+            "max_model_len": engine.max_model_len, "logprobs": str(policy),
             "system_fingerprint": engine.fingerprint,
         }  # fmt: skip
 

@@ -22,7 +22,7 @@ from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCoun
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, masked
 from divdec.takedowns.canonical import WINDOW, CanonicalReader
-from divdec.takedowns.counts import RequestCounts, sum_counts
+from divdec.takedowns.counts import extended, sum_counts
 from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import RETAIN, State, Store
 
@@ -32,9 +32,9 @@ class Snapshot:
     """The state of a registry at one moment; it never changes."""
 
     state: State
-    taken: RequestCounts | None
+    taken: SummedCounts[NgramCounts] | None
     """Counts of all requests in force; None where there is none."""
-    held: RequestCounts | None
+    held: SummedCounts[NgramCounts] | None
     """Counts of their passages that the retain set holds; None where there are none."""
     pair: NgramPair | None
     """q and p; None where no request is in force."""
@@ -227,15 +227,13 @@ class TakedownCorrection:
         ]
         if only_added and not new:
             return dataclasses.replace(known, state=state)
-        request_counts = RequestCounts.extend(request_counts, [counts for counts, _ in new], self.vocab_size)
-        passage_counts = RequestCounts.extend(
-            passage_counts, [passages for _, passages in new if passages], self.vocab_size
-        )
+        request_counts = extended(request_counts, [counts for counts, _ in new], self.vocab_size)
+        passage_counts = extended(passage_counts, [passages for _, passages in new if passages], self.vocab_size)
         if request_counts is None:
             return Snapshot(state, None, None, None)
         retain = self.retain.counts
         q = self.retain if passage_counts is None else StupidBackoff(CountDifference(retain, passage_counts))
-        return Snapshot(state, request_counts, passage_counts, NgramPair(q, SummedCounts(retain, request_counts)))
+        return Snapshot(state, request_counts, passage_counts, NgramPair(q, SummedCounts((retain, request_counts))))
 
 
 def _data_version(connection: sqlite3.Connection) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from divdec.experts.ngram_counts import Followers, NgramCounts, summed
+from divdec.experts.ngram_counts import NgramCounts, SummedCounts
 
 MIN_PASSAGE = 48  # n-grams in a row: a text that the retain set holds, not a phrase that others use too
 MIN_SPAN = 16  # n-grams in a row: shared with a text that is almost the same
@@ -78,40 +78,20 @@ def sum_counts(summands: Sequence[PackedCounts], vocab_size: int) -> NgramCounts
     return NgramCounts(vocab_size, unigrams, tuple(keys), tuple(counts), tuple(rows))
 
 
-class RequestCounts:
-    """The counts of several requests together (a `Counts`), to which more can be added at little cost."""
+def extended(
+    counts: SummedCounts[NgramCounts] | None, summands: Sequence[PackedCounts], vocab_size: int
+) -> SummedCounts[NgramCounts] | None:
+    """Return the counts of requests with more of them, or None where there are none; `counts` does not change.
 
-    def __init__(self, segments: Sequence[NgramCounts]) -> None:
-        self.segments = tuple(segments)
-        self.vocab_size, self.order = segments[0].vocab_size, segments[0].order
-
-    @classmethod
-    def extend(
-        cls, counts: RequestCounts | None, summands: Sequence[PackedCounts], vocab_size: int
-    ) -> RequestCounts | None:
-        """Return counts with more requests, or None where there are none at all; `counts` does not change.
-
-        Segments of similar size are merged, so that there are few and each n-gram is moved rarely.
-        """
-        if not summands:
-            return counts
-        segments = [] if counts is None else list(counts.segments)
-        added = sum_counts(summands, vocab_size)
-        while segments and segments[-1].distinct <= 2 * added.distinct:
-            added = sum_counts([PackedCounts.from_counts(part) for part in (segments.pop(), added)], vocab_size)
-        return cls([*segments, added])
-
-    @property
-    def unigrams(self) -> np.ndarray:
-        """Occurrences by token id, int64 [vocab]."""
-        return np.sum([segment.unigrams for segment in self.segments], axis=0)
-
-    def followers(self, contexts: np.ndarray) -> Followers:
-        """Return what follows each context; see `Counts.followers`."""
-        result = self.segments[0].followers(contexts)
-        for segment in self.segments[1:]:
-            result = summed(result, segment.followers(contexts), self.vocab_size)
-        return result
+    Parts of similar size are merged, so that there are few and each n-gram is moved rarely.
+    """
+    if not summands:
+        return counts
+    parts = [] if counts is None else list(counts.parts)
+    added = sum_counts(summands, vocab_size)
+    while parts and parts[-1].distinct <= 2 * added.distinct:
+        added = sum_counts([PackedCounts.from_counts(part) for part in (parts.pop(), added)], vocab_size)
+    return SummedCounts([*parts, added])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -203,7 +203,7 @@ class Registry:
         retained = find_retained_passages(retain, tokens)
         passage_counts = count(retained.passages, self.vocab_size, self.order) if retained.passages else None
         q = retain if passage_counts is None else CountDifference(retain, passage_counts)
-        divergence = mean_difference(q, SummedCounts(retain, counts), counts)
+        divergence = mean_difference(q, SummedCounts((retain, counts)), counts)
         if divergence > NO_EFFECT:
             raise UsageError(
                 f"request {request_id!r} would have no effect: the retain set of {self.folder} continues as these "

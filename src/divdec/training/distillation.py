@@ -42,9 +42,9 @@ from divdec.runs import (
     RECORD,
     RunFolder,
     check_output,
+    made_by,
     output_folder,
     read_json,
-    read_record,
     record,
     write_json,
     write_text,
@@ -283,7 +283,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     texts = [settings.bundle, settings.forget, settings.retain or "", settings.init_student or ""]
     paths = [Path(text).expanduser() for text in texts if text]
     check_apart(output.resolve(), [path.resolve() for path in (*paths, target) if path.exists()])
-    check_output(output, settings.overwrite, _is_run)
+    check_output(output, settings.overwrite, made_by("distill"))
     forget = read_records(settings.forget)
     retain = None if settings.retain is None else read_records(settings.retain)
     max_positions = getattr(load_config(start).get_text_config(decoder=True), "max_position_embeddings", None)
@@ -333,11 +333,6 @@ def _resolve_student(reference: str, tokenizer: PreTrainedTokenizerBase, config:
     return folder
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether a folder holds a student or an unfinished run, which a new one may replace."""
-    return (read_record(folder) or {}).get("verb") == "distill"
-
-
 def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any]) -> None:
     settings, dtype = job.settings, load_config(job.target).dtype
     rows = {
@@ -353,7 +348,7 @@ def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any
     for role, figures in content["after"].items():
         before = content["before"][role]["kl"]
         rows[f"KL to the teacher, {role} set"] = f"{before:.4f} → {figures['kl']:.4f} nats a token"
-    with output_folder(job.output, settings.overwrite, _is_run) as folder:
+    with output_folder(job.output, settings.overwrite, made_by("distill")) as folder:
         student.to(dtype or torch.float32).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
         job.tokenizer.save_pretrained(folder)
         write_text(folder / "README.md", distilled_card(rows))

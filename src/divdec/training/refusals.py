@@ -78,10 +78,8 @@ def with_refusals(
     refused, kept = [], []
     for (record, beginning), ids in zip(asked, answers, strict=True):
         prompt = begun_prompt(record, beginning, tokenizer, form)
-        true, text = (
-            label_answer(prompt, [*prompt, *ids], form.max_length),
-            tokenizer.decode(ids, skip_special_tokens=True),
-        )
+        true = label_answer(prompt, [*prompt, *ids], form.max_length)
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
         if not text.strip() or all(label == IGNORED for label in true.labels):
             continue
         if _prompt(record) in to_refuse:

@@ -26,7 +26,7 @@ from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import read_records
 from divdec.errors import Interrupted, UsageError, first_line
 from divdec.evaluation.samples import sample_records
-from divdec.runs import RECORD, check_one_process, check_output, output_folder, read_record, record, write_json
+from divdec.runs import RECORD, check_one_process, check_output, made_by, output_folder, record, write_json
 from divdec.training.distillation_loss import (
     Distillation,
     Pieces,
@@ -84,7 +84,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     check_one_process()
     output = Path(settings.output).expanduser()
     folder = resolve_trainable(settings.target, "target")
-    check_output(output, settings.overwrite, _is_run)
+    check_output(output, settings.overwrite, made_by("shrink"))
     check_apart(output.resolve(), [folder.resolve()])
     tokenizer = load_tokenizer(folder)
     texts = None if settings.text is None else read_records(settings.text)
@@ -150,7 +150,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         parameters=parameters,
         time_per_token=price,
     )
-    with output_folder(output, settings.overwrite, _is_run) as temporary:
+    with output_folder(output, settings.overwrite, made_by("shrink")) as temporary:
         small.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         write_json(temporary / RECORD, content)
@@ -371,7 +371,3 @@ class _Target:
                     divergence, teacher_logits=logits[indices], temperature=1.0, direction="teacher-student"
                 ),
             )
-
-
-def _is_run(folder: Path) -> bool:
-    return (read_record(folder) or {}).get("verb") == "shrink"

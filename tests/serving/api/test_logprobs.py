@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM
-from divdec.cli.serving import ServeSettings
 from divdec.errors import UsageError
-from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy, RefuseLogprobs, default_level, find_refused_field
+from divdec.serving import ServeSettings
+from divdec.serving.logprobs import MAX_BODY_BYTES, RefuseLogprobs, default_level, find_refused_field
 from support.served import bundle_of, engine_of, serving
 
 TEXT = {"model": "tiny", "prompt": "The city of", "max_tokens": 4, "temperature": 0}
@@ -25,8 +25,7 @@ def ask(url, **fields):
 @pytest.fixture(scope="module", params=["off", "top-1", "rounded:0.5"])
 def guarded(request, served_bundle):
     """A server with a level below full, and the level."""
-    policy = LogprobPolicy.parse(request.param)
-    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=policy) as url:
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=request.param) as url:
         yield url, request.param
 
 
@@ -76,13 +75,13 @@ def test_levels_change_no_text(guarded, url):
 
 
 def test_top_1_gives_the_chosen_and_the_likeliest_token(served_bundle, url):
-    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy("top-1")) as address:
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs="top-1") as address:
         for fields in (TEXT | {"logprobs": 1}, CHAT | {"logprobs": True, "top_logprobs": 1}):
             assert ask(address, **fields).json()["choices"] == ask(url, **fields).json()["choices"]
 
 
 def test_rounded_values_are_multiples_of_the_step(served_bundle, url):
-    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy("rounded", 0.5)) as address:
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs="rounded:0.5") as address:
         rounded, full = (ask(where, **TEXT, logprobs=5).json()["choices"][0]["logprobs"] for where in (address, url))
         chat = ask(address, **CHAT, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"]
     values = [

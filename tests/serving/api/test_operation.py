@@ -74,7 +74,7 @@ def test_full_queue_returns_retry_after(served_bundle):
 
 
 def test_limits_of_a_request(served_bundle):
-    limits = {"max_tokens": 3900, "max_seconds": 0.4, "max_body_bytes": 2000, "max_sequences": 4}
+    limits = {"max_tokens": 3900, "max_seconds": 0.4, "max_body_bytes": 2000, "max_queue": 4}
     long = LONG | {"max_tokens": 3900}
     with (
         serving([engine_of(served_bundle)], shutdown_timeout=0.0, **limits) as url,
@@ -145,7 +145,7 @@ def test_web_pages_are_refused_by_default(http):
 def test_web_pages_of_given_origins_are_accepted(served_bundle):
     origins = ("http://localhost:3000", ORIGIN)
     with (
-        serving([engine_of(served_bundle)], api_key=KEY, cors_origins=origins) as url,
+        serving([engine_of(served_bundle)], api_key=KEY, cors_origin=origins) as url,
         httpx.Client(base_url=url) as http,
     ):
         allowed = http.options(PATH, headers=PREFLIGHT)  # browsers send it without the key
@@ -208,7 +208,10 @@ def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_pat
     settings = ServeSettings(registry=str(tmp_path / "registry"))
     text = max(world.corpus, key=len)
     asked = SHORT | {"prompt": text[:120], "echo": True, "logprobs": 0, "max_tokens": 0}
-    with serving([build_engine("tiny", str(served_bundle), settings)]) as url, httpx.Client(base_url=url) as http:
+    with (
+        serving([build_engine("tiny", str(served_bundle), settings)], logprobs="full") as url,
+        httpx.Client(base_url=url) as http,
+    ):
 
         def reported():
             return http.post(PATH, json=asked).json()["choices"][0]["logprobs"]["token_logprobs"][1:]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from divdec.serving.logprobs import BOUNDS, GRID, LogprobPolicy
+from divdec.serving.logprobs import BOUNDS, GRID
 from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from support.served import engine_of, serving
 
@@ -292,7 +292,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module", params=LEVELS)
 def guarded(request, served_bundle):
-    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=LogprobPolicy.parse(request.param)) as url:
+    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=request.param) as url:
         yield url
 
 
@@ -330,7 +330,7 @@ def test_documentation_has_the_table():
     rows = [
         "| field | what a client computes with it at `full` | accepted below `full` |\n|---|---|---|",
         *(probe.row for probe in PROBES.values() if probe.shows),
-        "| `tool_choice` | the same of arguments | none and auto |",
+        "| `tool_choice` | which arguments are likelier | none and auto |",
         f"| {ranks} | which tokens are likelier; frequencies in samples | yes |",
         "| all others | nothing that the text does not show | yes |",
     ]

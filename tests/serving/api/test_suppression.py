@@ -7,11 +7,9 @@ import httpx
 import pytest
 import torch
 
-from divdec.cli.serving import ServeSettings
 from divdec.errors import FailedClosed, UsageError
-from divdec.model.suppression import suppressed_share
-from divdec.serving import SuppressionPolicy, scheduler
-from divdec.serving.logprobs import LogprobPolicy
+from divdec.evaluation.suppression import suppressed_share
+from divdec.serving import ServeSettings, SuppressionPolicy, scheduler
 from support.served import engine_of, serving
 
 PROMPT = "The city of"
@@ -44,10 +42,8 @@ def running(served_bundle):
     """Start a server with a policy."""
 
     def start(logprobs="full", **policy):
-        policy = SuppressionPolicy(refusal=REFUSAL, **policy)
         engine = engine_of(served_bundle, measure_suppression=True)
-        logprobs = LogprobPolicy.parse(logprobs)
-        return serving([engine], shutdown_timeout=0.0, suppression=policy, logprobs=logprobs)
+        return serving([engine], shutdown_timeout=0.0, refusal=REFUSAL, logprobs=logprobs, **policy)
 
     return start
 
@@ -68,7 +64,7 @@ def test_share_is_the_largest_distance_from_the_target(model, tokenizer):
 
 @pytest.mark.parametrize("fields", [TEXT, CHAT, TEXT | {"n": 2, "best_of": 3, "temperature": 1, "seed": 1}])
 def test_reply_with_a_large_share_is_replaced(running, url, fields):
-    with running(action="refuse", share=1e-6) as address:
+    with running(on_suppressed="refuse", suppressed_share=1e-6) as address:
         for choice in ask(address, **fields):
             assert (choice.get("text") or choice["message"]["content"]) == REFUSAL
             assert choice["finish_reason"] == "content_filter"
@@ -86,7 +82,7 @@ def test_reply_with_a_large_share_is_replaced(running, url, fields):
 
 @pytest.mark.parametrize("fields", [TEXT, CHAT])
 def test_other_replies_are_those_of_a_plain_server(running, url, fields):
-    with running(action="refuse", share=1.0) as address:
+    with running(on_suppressed="refuse", suppressed_share=1.0) as address:
         assert ask(address, **fields) == ask(url, **fields)
         assert text_of(stream(address, **fields)) == text_of(stream(url, **fields))
 
@@ -96,7 +92,7 @@ def test_note_gives_the_share(running, url, model, tokenizer):
     tokens = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
     expected = suppressed_share(model, tokens, len(prompt), 100)
     for share, marked in ((expected / 2, True), (1.0, False)):
-        with running(action="note", share=share) as address:
+        with running(on_suppressed="note", suppressed_share=share) as address:
             choices = [ask(address, **TEXT)[0], stream(address, **TEXT)[-1], stream(address, **CHAT)[-1]]
             notes = [choice.pop("suppressed") for choice in choices]
             assert notes[0] == notes[1] == {"share": pytest.approx(expected, abs=1e-3), "marked": marked}
@@ -109,7 +105,7 @@ def test_note_gives_the_share(running, url, model, tokenizer):
 def test_below_full_a_note_only_marks(running, level):
     """The share is a probability of the unsteered target."""
     for share, marked in ((1e-9, True), (1.0, False)):
-        with running(action="note", share=share, logprobs=level) as address:
+        with running(on_suppressed="note", suppressed_share=share, logprobs=level) as address:
             choices = [ask(address, **TEXT)[0], stream(address, **TEXT)[-1], stream(address, **CHAT)[-1]]
         assert [choice["suppressed"] for choice in choices] == [{"marked": marked}] * 3
 
@@ -117,7 +113,7 @@ def test_below_full_a_note_only_marks(running, level):
 def test_best_of_does_not_prefer_a_refusal(running):
     """The best reply is chosen by the drawn replies, and then refused or not."""
     fields = TEXT | {"max_tokens": 4, "temperature": 1}
-    with running(action="note", share=0.5) as address:
+    with running(on_suppressed="note", suppressed_share=0.5) as address:
         drawn = ask(address, **fields, n=64, seed=0)
         shares = sorted(choice["suppressed"]["share"] for choice in drawn)
         best = [ask(address, **fields, best_of=8, seed=8 * seed)[0] for seed in range(8)]
@@ -125,7 +121,7 @@ def test_best_of_does_not_prefer_a_refusal(running):
     assert shares[-9] < share < shares[-8]
     expected = [REFUSAL if choice["suppressed"]["share"] >= share else choice["text"] for choice in best]
     assert expected.count(REFUSAL) < 8
-    with running(action="refuse", share=share) as address:
+    with running(on_suppressed="refuse", suppressed_share=share) as address:
         assert [ask(address, **fields, best_of=8, seed=8 * seed)[0]["text"] for seed in range(8)] == expected
 
 
@@ -134,7 +130,7 @@ def test_reply_that_cannot_be_measured_is_an_error(running, monkeypatch):
         raise FailedClosed("not finite")
 
     monkeypatch.setattr(scheduler.SuppressionPass, "step", fail)
-    with running(action="refuse") as address:
+    with running(on_suppressed="refuse") as address:
         response = httpx.post(f"{address}/v1/completions", json=TEXT, timeout=60)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "steering_failed"
@@ -144,8 +140,8 @@ def test_share_that_is_not_finite_stays_so(model, monkeypatch):
     """As on a GPU, where checks of logits may come late."""
     real = type(model).unsteered_components
 
-    def broken(self, *arguments):
-        target, *others = real(self, *arguments)
+    def broken(self, *arguments, **options):
+        target, *others = real(self, *arguments, **options)
         return target * float("nan"), *others
 
     monkeypatch.setattr(type(model), "unsteered_components", broken)

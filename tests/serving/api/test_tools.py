@@ -10,7 +10,6 @@ from transformers import AddedToken
 
 from divdec.decoding.text import AnswerText
 from divdec.serving.grammar import TAGS
-from divdec.serving.logprobs import LogprobPolicy
 from support.served import CONTEXT, bundle_of, engine_of, serving, trained
 from support.tools import ARGUMENTS, CLOCK, TEMPLATE, WEATHER, fits
 
@@ -200,8 +199,7 @@ def test_levels_below_full_refuse_grammars_of_the_client(served_bundle, level):
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS}}
     engine = engine_of(served_bundle, "caller")
     engine.tokenizer.chat_template = TEMPLATE
-    policy = LogprobPolicy.parse(level)
-    with serving([engine], shutdown_timeout=0.0, logprobs=policy) as url, openai_client(url) as client:
+    with serving([engine], shutdown_timeout=0.0, logprobs=level) as url, openai_client(url) as client:
         any_object = {"type": "json_object"}  # with tools
         fields_with_texts = ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"response_format": schema})
         for fields in (*fields_with_texts, {"response_format": any_object}):

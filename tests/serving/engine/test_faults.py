@@ -12,7 +12,7 @@ from divdec import DivergenceForCausalLM
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.text import AnswerText
 from divdec.errors import FailedClosed, UsageError
-from divdec.model.suppression import SuppressionPass, suppressed_share
+from divdec.evaluation.suppression import SuppressionPass, suppressed_share
 from divdec.serving.scheduler import Closing, Scheduler
 from support.engines import Failing, alone, answer, answered_tokens, greedy, run, tokens_of
 from support.exactness import assert_same_answer
@@ -102,18 +102,20 @@ def test_short_prompt_is_not_blocked_by_long_prefill(model, tokenizer, monkeypat
 def test_measuring_a_long_reply_does_not_block_other_requests(model, tokenizer, monkeypatch):
     monkeypatch.setattr("divdec.serving.scheduler.PREFILL_CHUNK", 4)
     measured = [0]  # tokens, by step of the scheduler
-    step, components = Scheduler.step, type(model).unsteered_components
+    step, measure = Scheduler.step, SuppressionPass.step
 
     def counted_step(self):
         measured.append(0)
         return step(self)
 
-    def counted_components(self, input_ids, *arguments):
-        measured[-1] += input_ids.numel()
-        return components(self, input_ids, *arguments)
+    def counted_measure(self):
+        before = self._read
+        result = measure(self)
+        measured[-1] += self._read - before
+        return result
 
     monkeypatch.setattr(Scheduler, "step", counted_step)
-    monkeypatch.setattr(type(model), "unsteered_components", counted_components)
+    monkeypatch.setattr(SuppressionPass, "step", counted_measure)
     prompts = [[5 + index % 400 for index in range(200)], [7, 8], [9, 8, 7]]
 
     async def work(engine):

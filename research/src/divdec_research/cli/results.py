@@ -50,7 +50,7 @@ def score(
     """
     from divdec_research.report.scores import Entry, Scorer
     from divdec_research.report.tables import print_latex, print_scores, score_json
-    from divdec_research.suites.aggregate import UTILITY, Bootstrap
+    from divdec_research.suites.aggregate import UTILITY
     from divdec_research.suites.results import read_results
 
     if printing.json and latex:
@@ -65,8 +65,7 @@ def score(
             raise UsageError(f"{entry.folder} holds results of {entry.results.suite}, but {suite} was asked for")
     if suite == "tofu" and entries[0].results.figures.get(UTILITY) is None:
         raise UsageError(f"target {target} has no {UTILITY}, and Utility is relative to the target's")
-    bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    scorer = Scorer(entries[0].results, entries[1].results, scoring.variant, bootstrap)
+    scorer = Scorer(entries[0].results, entries[1].results, scoring.variant, scoring.bootstrap())
     rows = [scorer.score(entry) for entry in entries[2:]]
     for row in rows:
         if all(value is None for value in row.aggregates.values.values()):
@@ -111,7 +110,6 @@ def report(
     from divdec_research.report.page import build_report, write_report
     from divdec_research.report.scores import MEASURES, collect
     from divdec_research.report.tables import variant_of
-    from divdec_research.suites.aggregate import Bootstrap
 
     if examples < 0:
         raise UsageError(f"--examples is {examples}; accepted: 0 or more")
@@ -119,8 +117,7 @@ def report(
     check_output_file(
         file, overwriting.overwrite, lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace")
     )
-    bootstrap = Bootstrap(scoring.level, scoring.draws, scoring.seed)
-    content = build_report(collect(results, target, retrain), scoring.variant, bootstrap, examples)
+    content = build_report(collect(results, target, retrain), scoring.variant, scoring.bootstrap(), examples)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_report(file, content)
     if printing.json:
@@ -172,7 +169,7 @@ def plot(
     """
     from divdec.report.style import check_format
     from divdec_research.figures import benchmarks, runs  # noqa: F401  # they register their figures
-    from divdec_research.figures.registry import FIGURES, FigureRequest
+    from divdec_research.figures.registry import FIGURES, FigureRequest, find_figure
 
     if list_figures:
         _list_figures(FIGURES, printing)
@@ -181,16 +178,15 @@ def plot(
         raise UsageError("results is required: folders to draw from (--list-figures shows which)")
     if figure is None:
         raise UsageError(f"--figure is required; accepted: {', '.join(FIGURES)}")
-    spec = FIGURES.find(figure)
+    spec = find_figure(figure)
     file = Path(output or f"{figure}.svg").expanduser()
     check_format(file)
     check_output_file(file, overwriting.overwrite)
 
     from divdec.report.style import style, write_figure
 
-    request = FigureRequest(results, target, retrain, scoring.variant, scoring.level, scoring.draws, scoring.seed)
     with style(f"divdec-{figure}"):
-        drawn = spec.draw(request)
+        drawn = spec.draw(FigureRequest(results, target, retrain, scoring))
         file.parent.mkdir(parents=True, exist_ok=True)
         write_figure(file, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
     if printing.json:

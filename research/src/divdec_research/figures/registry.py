@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError, first_line
-from divdec_research.registry import NameRegistry
+from divdec_research.suites.settings import Scoring
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,13 +24,7 @@ class FigureRequest:
     """Results of the target, if no folder of the runs is named so."""
     retrain: str | None = None
     """Results of the retrained model, if no folder of the runs is named so."""
-    variant: str = "openunlearning"
-    """Computation of TOFU's aggregates."""
-    level: float = 0.99
-    """Level of the bootstrap intervals."""
-    draws: int = 1000
-    """Number of resamples."""
-    seed: int = 0
+    scoring: Scoring = dataclasses.field(default_factory=Scoring)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +71,18 @@ class FigureSpec:
             ) from error
 
 
-FIGURES: NameRegistry[FigureSpec] = NameRegistry("figure")
+FIGURES: dict[str, FigureSpec] = {}
+
+
+def find_figure(name: str) -> FigureSpec:
+    """Return a figure.
+
+    Raises:
+        UsageError: there is none; the known names are listed.
+    """
+    if name not in FIGURES:
+        raise UsageError(f"figure {name!r} is not known; there are: {', '.join(FIGURES)}")
+    return FIGURES[name]
 
 
 def register(name: str, *, shows: str, needs: str) -> Callable[[Draw], Draw]:

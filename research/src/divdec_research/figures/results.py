@@ -14,7 +14,7 @@ from divdec.runs import read_json
 from divdec_research.baselines.table import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec_research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec_research.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
-from divdec_research.suites.aggregate import AGGREGATES, Bootstrap
+from divdec_research.suites.aggregate import AGGREGATES
 from divdec_research.suites.results import find_results, identify, read_results
 
 COMPARISON = "comparison.json"
@@ -75,7 +75,7 @@ def load_results(request: FigureRequest, figure: str) -> dict[str, list[MethodRe
         path = run_path(run)
         comparison = path if path.name == COMPARISON else path / COMPARISON
         if comparison.is_file():
-            results += _read_comparison(Source(comparison, path), request.variant)
+            results += _read_comparison(Source(comparison, path), request.scoring.variant)
             continue
         if path.is_dir() and not any(path.iterdir()):
             raise missing_data(request.runs, figure, "folders that `divdec eval` or OpenUnlearning wrote")
@@ -160,7 +160,7 @@ def _score(
                 )
             references[role] = folders[path]
     target, retrain = (references[role][1] if role in references else None for role in REFERENCES)
-    scorer = Scorer(target, retrain, request.variant, Bootstrap(request.level, request.draws, request.seed))
+    scorer = Scorer(target, retrain, request.scoring.variant, request.scoring.bootstrap())
     scored_results = []
     for path, (source, results) in folders.items():
         scored = scorer.score(Entry(path.name, path, results))

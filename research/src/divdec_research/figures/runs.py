@@ -23,7 +23,7 @@ from divdec_research.figures.results import COMPARISON, load_results
 from divdec_research.report import gradient_depth
 from divdec_research.report.charts import Band, LeakCurve, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
-from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM, Bootstrap
+from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM
 from divdec_research.suites.results import FILES, identify, read_results
 
 STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
@@ -78,11 +78,11 @@ def draw_gradient_depth(request: FigureRequest) -> FigureResult:
         raise UsageError(f"{source.path} is not the {name} of `divdec gradient-depth`")
     if not content["rows"]:
         raise missing_data(request.runs, "gradient-depth", f"a {name} that holds layers; {source.name} holds none")
-    frame = gradient_depth.depth_frame(content["rows"])
-    figure = gradient_depth.depth_figure(frame, content["level"])
+    rows = content["rows"]
+    figure = gradient_depth.depth_figure(rows, content["level"])
     title = "Distillation's gradient, layer by layer"
     figure.suptitle(title, fontsize=11.5)
-    peaks = ", ".join(f"{of} {module}: layer {layer}" for (of, module), layer in gradient_depth.peaks(frame).items())
+    peaks = ", ".join(f"{of} {module}: layer {layer}" for (of, module), layer in gradient_depth.peaks(rows).items())
     return FigureResult(figure, title, f"L2 norm of the gradient by layer; the largest of {peaks}.", (source.name,))
 
 
@@ -432,7 +432,7 @@ def _evaluated_leaks(source: Source, request: FigureRequest) -> tuple[list[LeakC
     results = read_results(source.path.parent)
     names = {(match[2], int(match[1])): name for name in results.figures if (match := LEAK.fullmatch(name))}
     kind = "attack" if any(kind == "attack" for kind, _ in names) else "sample"
-    bootstrap = Bootstrap(request.level, request.draws, request.seed)
+    bootstrap = request.scoring.bootstrap()
     shares: dict[int, float] = {}
     intervals: dict[int, tuple[float, float]] = {}
     for (of, k), name in sorted(names.items()):

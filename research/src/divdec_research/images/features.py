@@ -133,22 +133,17 @@ class PretrainedFeatures(nn.Module):
         """
         from transformers import AutoImageProcessor, AutoModel
 
-        from divdec.checkpoint import check_weights
+        from divdec.checkpoint import check_weights, load_model
 
         super().__init__()
         check_weights(folder)
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self.processor = AutoImageProcessor.from_pretrained(folder, **options)
-            loaded = AutoModel.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+            self.processor: Any = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             raise UsageError(f"{folder} cannot be loaded as a model of images ({first_line(error)})") from None
-        self.model, info = loaded
-        if missing := sorted(map(str, info["missing_keys"])):
-            # A missing pooler would be initialised at random.
-            raise UsageError(
-                f"{folder} lacks the weights {', '.join(missing[:3])}; give a checkpoint that has them all"
-            )
+        self.model: Any = load_model(folder, AutoModel)
 
     def forward(self, images: Images) -> Features:
         """Features of images of any size."""

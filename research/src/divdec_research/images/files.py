@@ -82,13 +82,6 @@ def data_url(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def write_png(image: Float[Tensor, "channels image_height image_width"], file: Path) -> None:
-    """Write one image, pixels from 0 to 1."""
-    temporary = file.with_name(f".{file.name}.part")
-    temporary.write_bytes(png(image))
-    temporary.replace(file)
-
-
 def grid(rows: Sequence[Row], scale: int = 1, gap: int = 1) -> Float[Tensor, "channels grid_height grid_width"]:
     """Arrange rows of images as one image.
 

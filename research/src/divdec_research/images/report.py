@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,22 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from matplotlib.figure import Figure
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from divdec.checkpoint import CheckpointReference, check_apart, check_plain
 from divdec.errors import UsageError
 from divdec.model.loading import answer_digests, find_bundle, read_config
 from divdec.report.page import write_page
 from divdec.report.style import GRID, PAGE_WIDTH, SERIES_STYLES, style, svg_text
-from divdec.runs import ResumableOutput, RunFolder, folder_digests, path_digests, write_json, write_text
+from divdec.runs import ResumableOutput, RunFolder, folder_digests, path_digests, write_bytes, write_json, write_text
 from divdec.steering import Steering
 from divdec_research.images.codecs import FOLDER, Codes, Images
 from divdec_research.images.evaluation import ImageBenchmark, rule_name
 from divdec_research.images.features import load_network
-from divdec_research.images.files import data_url, grid, png, read_folder, write_png
+from divdec_research.images.files import data_url, grid, png, read_folder
 from divdec_research.images.judges import Classifier, ImageEndpoint, ImageJudge
 from divdec_research.images.models import (
-    ImageLayout,
     image_folder,
     load_image_files,
     load_image_model,
@@ -42,7 +40,7 @@ from divdec_research.images.models import (
 from divdec_research.images.results import GROUPS, ImageTable, Mean, SettingResult, cell_text, tabulate
 from divdec_research.images.sampling import decode, enlarged_grid
 from divdec_research.images.settings import ImageEvalSettings
-from divdec_research.images.training import digest
+from divdec_research.images.training import digest, select_classes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,9 +113,7 @@ def _sample(benchmark: ImageBenchmark, candidate: Candidate, output: Path, title
         pass
     codes = benchmark.sample(candidate.model(), title)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output) as temporary:
-        save_file({"codes": codes.contiguous(), "classes": torch.tensor(benchmark.labels)}, Path(temporary) / "part")
-        os.replace(Path(temporary) / "part", file)
+    write_bytes(file, save({"codes": codes.contiguous(), "classes": torch.tensor(benchmark.labels)}))
     return codes
 
 
@@ -147,7 +143,7 @@ def write_results(
     (output / "grids").mkdir(exist_ok=True)
     for candidate in candidates:
         images = decode(_sample(benchmark, candidate, output), benchmark.codec)
-        write_png(enlarged_grid(images, benchmark.count), output / "grids" / f"{candidate.file}.png")
+        write_bytes(output / "grids" / f"{candidate.file}.png", png(enlarged_grid(images, benchmark.count)))
         shown.append(samples(f"{candidate.method} {candidate.config}".strip(), images, benchmark.labels))
     write_text(output / "table.md", markdown(tables))
     write_json(output / "results.json", tabulate(results, GROUPS).json())
@@ -318,7 +314,8 @@ def evaluate_images(
     pixels, indices, folder_names = read_folder(image_path, codec.channels, codec.size, settings.resize, report)
     classes = layout.find_all(folder_names)
     real_labels = [classes[index] for index in indices]
-    forget, retain = _split_classes(settings, layout, classes)
+    forget = select_classes(settings, layout, classes)
+    retain = [index for index in classes if index not in forget]
     decides = [
         {name: value for name, value in dataclasses.asdict(settings).items() if name not in IRRELEVANT},
         answer_digests(bundle, verified=False),
@@ -356,7 +353,7 @@ def evaluate_images(
             Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)
         ]
         benchmark = ImageBenchmark(
-            layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings.sampling(), pixels,
+            layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings, pixels,
             real_labels, classifier, networks, **_judges(settings, output),
         )  # fmt: skip
         results = evaluate_candidates(benchmark, candidates, output, report)
@@ -374,18 +371,6 @@ def evaluate_images(
             report=str(output / "report.html"),
         )
         return content | {"markdown": markdown(tables)}
-
-
-def _split_classes(settings: ImageEvalSettings, layout: ImageLayout, classes: list[int]) -> tuple[list[int], list[int]]:
-    forget = [layout.find(name) for name in settings.forget]
-    if missing := [index for index in forget if index not in classes]:
-        raise UsageError(
-            f"class {layout.classes[missing[0]]!r} is to be forgotten, but {settings.images} has no images of it"
-        )
-    retain = [index for index in classes if index not in forget]
-    if not retain:
-        raise UsageError(f"all classes of {settings.images} are to be forgotten; some to keep must be there too")
-    return list(dict.fromkeys(forget)), retain
 
 
 def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:

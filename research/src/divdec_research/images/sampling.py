@@ -21,10 +21,10 @@ from transformers import GenerationConfig, LogitsProcessorList, set_seed
 from divdec.checkpoint import check_apart
 from divdec.decoding.processors import ClassifierFreeGuidance
 from divdec.errors import UsageError
-from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
+from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_bytes, write_json
 from divdec.steering import Steering
 from divdec_research.images.codecs import Codec, Codes, Images
-from divdec_research.images.files import grid, write_png
+from divdec_research.images.files import grid, png
 from divdec_research.images.models import ImageLayout, check_image_model, load_image_model, local_folders
 from divdec_research.images.settings import ImageSampleSettings, SamplingSettings
 
@@ -131,7 +131,7 @@ def sample_to_folder(
     # A repeated class is sampled once: its images would have the same names.
     classes = list(dict.fromkeys(layout.find(name) for name in settings.classes)) or list(range(len(layout.classes)))
     labels = [index for index in classes for _ in range(settings.count)]
-    codes = sample(loaded.model, layout, labels, settings.sampling(), speculative=settings.draft_length, title="images")
+    codes = sample(loaded.model, layout, labels, settings, speculative=settings.draft_length, title="images")
     content = record(
         VERB,
         settings,
@@ -147,10 +147,10 @@ def sample_to_folder(
             class_folder = folder / folder_name(layout, index)
             class_folder.mkdir()
             for number, image in enumerate(images):
-                write_png(image, class_folder / f"{number:06}.png")
+                write_bytes(class_folder / f"{number:06}.png", png(image))
             if len(shown) < MAX_GRID_ROWS:
                 shown.append(images[:MAX_GRID_COLUMNS])
-        write_png(enlarged_grid(torch.cat(shown), len(shown[0])), folder / GRID)
+        write_bytes(folder / GRID, png(enlarged_grid(torch.cat(shown), len(shown[0]))))
         write_json(folder / RECORD, content)
     return content
 

@@ -44,12 +44,6 @@ class SamplingSettings:
         if not (math.isfinite(self.guidance) and self.guidance >= 0):
             raise UsageError(f"--guidance is {self.guidance:g}; accepted: a number of at least 0")
 
-    def sampling(self) -> SamplingSettings:
-        """Return these settings without those of subclasses."""
-        return SamplingSettings(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingSettings)}
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageTrainSettings(Optimization, OutputFolder):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from divdec.training.settings import AuxiliarySettings, optimization_of
 from divdec_research.images.codecs import Codec, Codes, Images
 from divdec_research.images.files import read_folder
 from divdec_research.images.models import ImageLayout, load_image_files, restrict_to_codes
-from divdec_research.images.settings import ImageTrainSettings
+from divdec_research.images.settings import ImageEvalSettings, ImageTrainSettings
 
 VERB = "image train"
 ANY_CLASS_SHARE = 0.1
@@ -80,7 +80,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
         output, VERB, settings, decides, overwrite=settings.overwrite, stale=("data/*.jsonl",), on_main=on_main
     )
     with run:
-        members = {"forget": forget, "retain": set(classes) - forget}
+        members = {"forget": forget, "retain": set(classes).difference(forget)}
         on_main(functools.partial(_write_sets, sets, members, layout, codec, images, labels, settings.seed))
         del images
         content = read_record(output / "pair")
@@ -115,7 +115,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
 
 def _write_sets(
     files: Mapping[str, Path],
-    members: Mapping[str, set[int]],
+    members: Mapping[str, Collection[int]],
     layout: ImageLayout,
     codec: Codec,
     images: Images,
@@ -134,20 +134,24 @@ def _write_sets(
         write_records(file, records.records)
 
 
-def select_classes(settings: ImageTrainSettings, layout: ImageLayout, classes: Sequence[int]) -> set[int]:
+def select_classes(
+    settings: ImageTrainSettings | ImageEvalSettings, layout: ImageLayout, classes: Sequence[int]
+) -> list[int]:
     """Select the classes to forget: those of the settings, or half of all, drawn by seed.
 
     Raises:
         UsageError: a class is not known or has no images, or none is left to keep.
     """
     if settings.forget:
-        forget = {layout.find(name) for name in settings.forget}
-        if missing := sorted(forget - set(classes)):
-            raise UsageError(f"class {layout.classes[missing[0]]!r} is to be forgotten, but has no images")
+        forget = list(dict.fromkeys(map(layout.find, settings.forget)))
+        if missing := [index for index in forget if index not in classes]:
+            raise UsageError(
+                f"class {layout.classes[missing[0]]!r} is to be forgotten, but {settings.images} has no images of it"
+            )
     else:
         count = round(FORGET_SHARE * len(classes))
-        forget = set(random.Random(settings.seed).sample(sorted(classes), count))
-    if not forget or forget >= set(classes):
+        forget = random.Random(settings.seed).sample(sorted(classes), count)
+    if not 0 < len(forget) < len(classes):
         raise UsageError(f"{len(forget)} of {len(classes)} classes are to be forgotten; leave some to keep")
     return forget
 
@@ -168,10 +172,7 @@ def training_records(layout: ImageLayout, name: str, codes: Codes, classes: Sequ
 
 def digest(images: Images) -> str:
     """SHA-256 of the pixels."""
-    result = hashlib.sha256()
-    for image in images:
-        result.update(image.numpy().tobytes())
-    return result.hexdigest()
+    return hashlib.sha256(images.contiguous().numpy().data).hexdigest()
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
@@ -12,10 +12,10 @@ from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json, write_text
 from divdec_research.report.charts import Band, band_panels
 from divdec_research.report.scores import best_index
+from divdec_research.report.tables import terminal_table
 from divdec_research.suites.aggregate import Bootstrap
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.figure import Figure
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from divdec_research.gradient_depth import LayerDepth
     from divdec_research.settings import GradientDepthSettings
 
+Row = Mapping[str, Any]
+"""Row of a depth.json: set, part, layer, mean, low, high."""
 RESULT, PLOT = "depth.json", "depth.svg"
 SETS = {"forget": SERIES_STYLES[1], "retain": SERIES_STYLES[0]}
 TITLES = {"attention": "attention", "mlp": "MLP"}
@@ -78,7 +80,7 @@ def run_gradient_depth(
         "level": bootstrap.level,
         "draws": bootstrap.draws,
         "sets": {name: records.label for name, records in sets.items()},
-        "peak_layers": {" ".join(column): layer for column, layer in peaks(depth_frame(norms)).items()},
+        "peak_layers": {" ".join(column): layer for column, layer in peaks(list(map(vars, norms))).items()},
     }
     with output_folder(output, settings.overwrite, _is_depth) as folder:
         content = write_depth(folder, norms, about, bootstrap.level)
@@ -99,20 +101,12 @@ def write_depth(folder: Path, rows: Sequence[LayerDepth], about: dict[str, Any],
     content = {**about, "rows": [row.to_dict() for row in rows]}
     write_json(folder / RESULT, content)
     with style("divdec-depth"):
-        write_text(folder / PLOT, svg_text(depth_figure(depth_frame(rows), level)))
+        write_text(folder / PLOT, svg_text(depth_figure(content["rows"], level)))
     return content
 
 
-def depth_frame(rows: Sequence[LayerDepth] | Sequence[dict[str, Any]]) -> pandas.DataFrame:
-    """Tabulate measurements, or the rows of a depth.json: set, part, layer, mean, low, high."""
-    import pandas
-
-    columns = pandas.Index(["set", "part", "layer", "mean", "low", "high"])
-    return pandas.DataFrame([row if isinstance(row, dict) else vars(row) for row in rows], columns=columns)
-
-
-def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
-    """Plot the norms of a `depth_frame` over the layer: a panel for each part of a layer, a band for each set.
+def depth_figure(rows: Sequence[Row], level: float) -> Figure:
+    """Plot the norms of a depth.json's rows over the layer: a panel for each part of a layer, a band for each set.
 
     The scale is logarithmic unless a norm is 0. The legend names the level of the intervals.
     """
@@ -120,16 +114,14 @@ def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     panels: dict[str, list[Band]] = {}
-    for key, rows in frame.groupby(["part", "set"], sort=False):
-        component, name = cast(tuple[str, str], key)
-        band = Band(
-            name, SETS.get(name, OTHERS), *(rows[column].tolist() for column in ("layer", "mean", "low", "high"))
-        )
+    for (name, component), group in _by_set_and_part(rows).items():
+        columns = ([row[column] for row in group] for column in ("layer", "mean", "low", "high"))
+        band = Band(name, SETS.get(name, OTHERS), *columns)
         panels.setdefault(TITLES.get(component, component), []).append(band)
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     grid = band_panels(figure, panels, "layer (0: next to the embeddings)")
     for axes in grid:
-        if (frame["low"].to_numpy() > 0).all():
+        if all(row["low"] > 0 for row in rows):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
@@ -140,33 +132,27 @@ def depth_figure(frame: pandas.DataFrame, level: float) -> Figure:
     return figure
 
 
-def peaks(frame: pandas.DataFrame) -> dict[tuple[str, str], int]:
+def peaks(rows: Sequence[Row]) -> dict[tuple[str, str], int]:
     """Find the layer with the largest mean by set and part; a tie has none."""
-    result = {}
-    for key, rows in frame.groupby(["set", "part"], sort=False):
-        index = best_index(rows["mean"].tolist(), "higher")
-        if index is not None:
-            result[cast(tuple[str, str], key)] = int(rows["layer"].iloc[index])
-    return result
+    groups = _by_set_and_part(rows)
+    best = {key: best_index([row["mean"] for row in group], "higher") for key, group in groups.items()}
+    return {key: groups[key][index]["layer"] for key, index in best.items() if index is not None}
 
 
-def depth_table(frame: pandas.DataFrame) -> Table:
+def depth_table(rows: Sequence[Row]) -> Table:
     """Tabulate means with their intervals, one row for each layer; the largest of each column is bold."""
-    from rich import box
-    from rich.table import Table
+    largest = peaks(rows)
+    cells = {layer: {"layer": str(layer)} for layer in sorted({row["layer"] for row in rows})}
+    for (name, component), group in _by_set_and_part(rows).items():
+        for row in group:
+            text = f"{row['mean']:.3g} \\[{row['low']:.3g}, {row['high']:.3g}]"
+            text = f"[bold]{text}[/bold]" if largest.get((name, component)) == row["layer"] else text
+            cells[row["layer"]][f"{name}, {TITLES.get(component, component)}"] = text
+    return terminal_table(list(cells.values()), left=0)
 
-    largest = peaks(frame)
-    columns = list(dict.fromkeys(zip(frame["set"], frame["part"], strict=True)))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("layer", justify="right")
-    for name, component in columns:
-        table.add_column(f"{name}, {TITLES.get(component, component)}", justify="right", no_wrap=True)
-    cells = frame.set_index(["set", "part", "layer"])
-    for layer in sorted(set(frame["layer"])):
-        texts = []
-        for column in columns:
-            mean, low, high = cells.loc[(*column, layer), ["mean", "low", "high"]]
-            text = f"{mean:.3g} \\[{low:.3g}, {high:.3g}]"
-            texts.append(f"[bold]{text}[/bold]" if largest.get(column) == layer else text)
-        table.add_row(str(layer), *texts)
-    return table
+
+def _by_set_and_part(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["set"], row["part"]), []).append(row)
+    return groups

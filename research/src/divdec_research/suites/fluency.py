@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from divdec.errors import UsageError, first_line
+from divdec.checkpoint import CheckpointReference, load_model, load_tokenizer
+from divdec.errors import UsageError
 from divdec.evaluation.generation import own, together
 
 FLUENCY_CLASSIFIER = "madhurjindal/autonlp-Gibberish-Detector-492513457"  # OpenUnlearning's
@@ -22,17 +24,15 @@ class Fluency:
         Raises:
             UsageError: it cannot be loaded.
         """
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
-        options: dict[str, Any] = {"trust_remote_code": False}
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, **options)
-            self.model: Any = AutoModelForSequenceClassification.from_pretrained(
-                checkpoint, use_safetensors=True, dtype=torch.float32, **options
-            ).eval()
-        except (OSError, ValueError) as error:
+            folder = CheckpointReference.parse(checkpoint).resolve(Path(), weights=True)
+            self.tokenizer: Any = load_tokenizer(folder)
+            self.model: Any = load_model(folder, AutoModelForSequenceClassification, dtype=torch.float32)
+        except UsageError as error:
             raise UsageError(
-                f"fluency classifier {checkpoint!r} cannot be loaded ({first_line(error)}); give a local folder, "
+                f"fluency classifier {checkpoint!r} cannot be loaded ({error}); give a local folder, "
                 "or --fluency none to leave fluency out"
             ) from None
 

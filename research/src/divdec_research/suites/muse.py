@@ -20,15 +20,12 @@ from divdec.evaluation.questions import (
     QuestionFormat,
     continuation,
     decoded,
-    question_in,
-    read_rows,
-    text_in,
     token_ids,
 )
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec.runs import settings_hash
 from divdec_research.suites.metrics import exact_memorization, extraction_strength
+from divdec_research.suites.rows import question_in, read_rows, text_in
 from divdec_research.suites.settings import MuseSettings
 from divdec_research.suites.tofu import (
     BenchmarkSuite,
@@ -112,11 +109,6 @@ class MuseSuite(BenchmarkSuite):
             UsageError: a file cannot be used.
         """
         return cls(settings, read_muse(*data_paths(settings), settings.limit), retained_results(settings))
-
-    @property
-    def digest(self) -> str:
-        """Digest of the data."""
-        return settings_hash(self.data)
 
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results."""

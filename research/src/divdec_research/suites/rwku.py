@@ -26,12 +26,13 @@ from divdec.data.records import Message, Record
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main
 from divdec.evaluation.metrics import rouge_l_recall
-from divdec.evaluation.questions import QuestionFormat, continuation, decoded, read_rows, text_in, texts_in, token_ids
+from divdec.evaluation.questions import QuestionFormat, continuation, decoded, token_ids
 from divdec.evaluation.results import Results, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore
-from divdec.runs import settings_hash, write_json
+from divdec.runs import write_json
+from divdec_research.suites.rows import read_rows, text_in, texts_in
 from divdec_research.suites.settings import RwkuSettings
-from divdec_research.suites.tofu import Save, run_stages
+from divdec_research.suites.tofu import BenchmarkSuite, Save, run_stages
 
 SOURCE = "jinzhuoran/RWKU"
 SCREEN = "screen.json"
@@ -217,7 +218,7 @@ def _options(row: Any) -> str:
 
 
 @dataclasses.dataclass
-class RwkuSuite:
+class RwkuSuite(BenchmarkSuite):
     """RWKU's data and options for `divdec.evaluation.run.evaluate`."""
 
     settings: RwkuSettings
@@ -230,11 +231,6 @@ class RwkuSuite:
         """Read the data; a `UsageError` if a file or name cannot be used."""
         folder = Path(settings.data).expanduser()
         return cls(settings, read_rwku(folder, settings.subjects, settings.limit, screen=settings.screen), report)
-
-    @property
-    def digest(self) -> str:
-        """Digest of the data."""
-        return settings_hash(self.data)
 
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results; with `screen` report the people known best."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
 from divdec.errors import UsageError
 from divdec.evaluation.settings import EvalSettings, QuestionSettings
+
+if TYPE_CHECKING:
+    from divdec_research.suites.aggregate import Bootstrap
 
 SCORING = Parameter(group=Group("Intervals", sort_key=4))
 Variant = Literal["openunlearning", "dd-paper", "relative"]
@@ -84,8 +87,8 @@ class RwkuSettings(QuestionSettings):
 
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resampling:
-    """Percentile bootstrap intervals."""
+class Scoring:
+    """How aggregates and their intervals are computed."""
 
     level: Annotated[float, SCORING] = 0.99
     """Level of the percentile bootstrap intervals."""
@@ -93,14 +96,13 @@ class Resampling:
     """Number of bootstrap resamples of the items."""
     seed: Annotated[int, SCORING] = 0
     """Seed of the resampling."""
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scoring(Resampling):
-    """How aggregates and their intervals are computed."""
-
     variant: Variant = "openunlearning"
     """How TOFU's aggregates are computed: 'openunlearning' takes OpenUnlearning's definition of the truth ratio,
     'dd-paper' is the code behind the tables of the Divergence Decoding paper, 'relative' measures attacks relative to
     the retrained model's AUC. Published summaries support only 'dd-paper'."""
+
+    def bootstrap(self) -> Bootstrap:
+        """Return the bootstrap of the intervals."""
+        from divdec_research.suites.aggregate import Bootstrap
+
+        return Bootstrap(self.level, self.draws, self.seed)

@@ -19,7 +19,7 @@ from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, own, together
 from divdec.evaluation.metrics import attack_auc, membership_scores, rouge
-from divdec.evaluation.questions import QuestionFormat, decoded, question_in, read_rows, text_in, texts_in
+from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, score
 from divdec.runs import settings_hash
@@ -38,6 +38,7 @@ from divdec_research.suites.metrics import (
     truth_ratio,
 )
 from divdec_research.suites.results import read_results, write_openunlearning
+from divdec_research.suites.rows import question_in, read_rows, text_in, texts_in
 from divdec_research.suites.settings import BenchmarkSettings, TofuSettings
 
 if TYPE_CHECKING:
@@ -123,13 +124,19 @@ def read_tofu(folder: Path, split: str, holdout: Path | None = None, limit: int 
 
 
 class BenchmarkSuite:
-    """Output of TOFU and MUSE."""
+    """Digest of a suite's data, and the output of TOFU and MUSE."""
 
     settings: Any
     """The suite's `BenchmarkSettings`."""
+    data: Any
     outputs: ClassVar[tuple[str, ...]] = ()
     arrows: ClassVar[dict[str, str]]
     """The most important figures, each with the direction in which it is better."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the data."""
+        return settings_hash(self.data)
 
     def write(self, results: Results, folder: Path) -> None:
         """See `divdec.evaluation.run.Suite.write`."""
@@ -173,11 +180,6 @@ class TofuSuite(BenchmarkSuite):
             check_weights(checkpoint)
             reference = load_model(checkpoint, dtype=dtype_for_passes(settings.dtype)).eval()
         return cls(settings, data, retained, fluency, reference)
-
-    @property
-    def digest(self) -> str:
-        """Digest of the data."""
-        return settings_hash(self.data)
 
     def evaluate(self, model: EvaluatedModel, earlier: list[Results], save: Save) -> list[Results]:
         """Add the figures that are missing in earlier results."""

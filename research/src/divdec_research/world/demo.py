@@ -228,7 +228,6 @@ def _write_report(
         kept=results.kept,
         examples=examples,
         plot_svg=trade_off(settings, "probability of the true answers of the forget set", "accuracy on the retain set"),
-        footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
 
 
