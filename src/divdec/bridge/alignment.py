@@ -313,7 +313,7 @@ class AlignedSequence:
 class DivergenceMapper:
     """Divergence over the target's vocabulary from the auxiliaries' logits over their own.
 
-    It is log q − log p, as that of a pair with the target's tokenizer. A target token without a source has its median.
+    It is log q − log p over the tokens with text. A target token without a source has its median.
 
     Args:
         target_bytes: bytes of the target's tokens.
@@ -370,7 +370,8 @@ class DivergenceMapper:
         retain, forget = retain[..., :width], forget[..., :width]
         self._text_tokens = self._text_tokens.to(retain.device)
         finite = self._is_finite(retain) & self._is_finite(forget)
-        divergence = retain - forget - (retain.logsumexp(-1, keepdim=True) - forget.logsumexp(-1, keepdim=True))
+        q, p = (logits[:, self._text_tokens].logsumexp(-1, keepdim=True) for logits in (retain, forget))
+        divergence = retain - forget - (q - p)
         result = divergence.new_empty(len(inputs), self._width)
         keys = [
             (auxiliary_input.target_strips_space, auxiliary_input.auxiliary_adds_space) for auxiliary_input in inputs

@@ -136,10 +136,9 @@ def generate(
         loading: how models are loaded.
         experts: where the auxiliaries run.
     """
-    from transformers import TextStreamer, set_seed
+    from transformers import set_seed
 
     from divdec.checkpoint import load_tokenizer
-    from divdec.decoding.generation import generate_stream
     from divdec.model.loading import answer_digests, find_bundle
 
     check_at_least("batch_size", batch_size, 1)
@@ -153,8 +152,7 @@ def generate(
     if file is None and len(records) == 1 and not as_json and sys.stdout.isatty() and not sampling.stop:
         arguments = generation_arguments(sampling, tokenizer, rooms[0]) | {"speculative": speculative}
         set_seed(sampling.seed)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
-        generate_stream(model, encoded[0], streamer, **arguments)
+        _stream(model, tokenizer, encoded[0], arguments)
         print_statistics(speculative)
         return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
@@ -221,6 +219,17 @@ def print_statistics(speculation: Speculation | None) -> None:
         f"{statistics.acceptance_rate:.0%} (by position {positions or 'none'})",
         file=sys.stderr,
     )
+
+
+def _stream(
+    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[int], arguments: dict[str, Any]
+) -> None:
+    from transformers import TextStreamer
+
+    from divdec.decoding.generation import generate_stream
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
+    generate_stream(model, prompt, streamer, **arguments)
 
 
 def _answers(
