@@ -24,6 +24,8 @@ class RemoteSettings:
     """Maximum number of requests per token. With 1, every answer is accepted and its error bound is reported."""
 
     def __post_init__(self) -> None:
+        if self.method not in ("bias", "candidates"):
+            raise UsageError(f"method is {self.method!r}; accepted: bias, candidates")
         for name in ("block", "tries", "bias_entries"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; accepted: at least 1")
