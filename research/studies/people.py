@@ -15,6 +15,7 @@ Every step is resumed by the same command. The table is printed and written to O
 """
 
 import argparse
+import calendar
 import collections
 import itertools
 import json
@@ -39,9 +40,10 @@ from divdec_research.suites.rwku import ATTACKS, LEVELS, RwkuSuite
 from divdec_research.suites.settings import RwkuSettings
 
 PASSAGES, PASSAGE = 10, 150  # passages of a person that the target reads, and the words of each
-# Passages that are searched for other names, names of a person to forget, questions about each, records of a person,
-# and tokens of an answer.
-NEIGHBOUR_PASSAGES, NEIGHBOURS, OF_NEIGHBOUR, NEIGHBOUR_RECORDS, NEIGHBOUR_ANSWER = 30, 24, 4, 44, 40
+# Passages that are searched for other names, names near a person to forget, questions and blanks about each, records of
+# a person, and tokens of a list of names, of an answer and of a text.
+NEIGHBOUR_PASSAGES, NEIGHBOURS, OF_NEIGHBOUR, NEIGHBOUR_RECORDS = 30, 24, 4, 64
+NAME_TOKENS, NEIGHBOUR_ANSWER, NEIGHBOUR_TEXT = 160, 40, 96
 KEPT_PASSAGES = 2  # of a person of the retain set
 QUESTIONS, TURNED_QUESTIONS, BLANKS, TEXTS = 30, 12, 20, 3  # most records of a person to forget: of each kind; passages
 FILLED, BLANK_TOKENS = 60, 64  # blanks that the target is asked to fill about a person to forget, and its tokens
@@ -80,6 +82,10 @@ TURNED = "{question} {answer}. Who is this person?"  # where the target does not
 BLANK = "Fill in the blank: {}"
 CHOICE = "{question} {first}, {second}, or {third}?"
 ABOUT = "Tell me about {}."
+NEAR = (
+    "Which people are often mentioned together with {}? List twenty names, one each line, and nothing else.",
+    "Which places, events, works and groups is {} known for? List twenty names, one each line, and nothing else.",
+)
 IN_SHORT = "Answer the question in a few words.\nQuestion: {}"
 RULES = ("linear:2.5:1:full", "linear:2.5:2:full", "linear:1.5:3", "rank:20:3")
 
@@ -184,38 +190,74 @@ def write_questions(model, tokenizer, texts, subjects, seed):
     return rows
 
 
-def neighbour_questions(model, tokenizer, texts, seed):
-    """Let the target answer questions that it writes about the other names in the passages of each person to forget.
+def neighbour_names(model, tokenizer, texts):
+    """Return names near each person: those that the target lists, then the most frequent ones of the passages.
 
-    q would otherwise lose these people and things, too.
-
-    Returns:
-        Rows with name, question and answer, which name none of the people.
+    None has a word of the person's name.
     """
-    people = {word for name in texts for word in words(name)}
-    asked = []
+    asked = [(name, request.format(name)) for name in texts for request in NEAR]
+    replies = answer(model, tokenizer, [request for _, request in asked], NAME_TOKENS, "names")
+    names = {}
+    for (name, _), reply in zip(asked, replies, strict=True):
+        # The last name may be cut.
+        listed = [re.sub(r"^[\d.)\s*-]+", "", line).strip(" .*") for line in re.split(r"\n|, ", reply)][:-1]
+        names.setdefault(name, []).extend(listed)
     for name, some in texts.items():
         counts = collections.Counter(
             match[0]
             for text in some
             for match in NAME_OR_NUMBER.finditer(text)
             # The first word of a sentence has a capital in any case.
-            if match.start() and text[: match.start()][-2:] != ". " and people.isdisjoint(words(match[0]))
+            if match.start() and text[: match.start()][-2:] != ". " and match[0] not in calendar.month_name
         )
-        names = [other for other, _ in counts.most_common() if len(other) > 3 and not other[0].isdigit()]
-        asked += [(name, other) for other in names[:NEIGHBOURS]]
+        near = [one for one in names[name] if NAME_OR_NUMBER.fullmatch(one)]
+        near += [other for other, _ in counts.most_common() if len(other) > 3 and not other[0].isdigit()]
+        names[name] = [one for one in dict.fromkeys(near) if not set(words(name)) & set(words(one))][:NEIGHBOURS]
+    return names
+
+
+def neighbour_questions(model, tokenizer, texts, seed):
+    """Let the target answer questions that it writes about names near each person to forget, and tell of them.
+
+    q would otherwise lose these people and things, too. Names and numbers of the texts become questions with a blank.
+
+    Returns:
+        Rows with name, question and answer, which name none of the people.
+    """
+    asked = [(name, other) for name, some in neighbour_names(model, tokenizer, texts).items() for other in some]
     requests = [FROM_MEMORY.format(name=other) for _, other in asked]
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "seed": seed}
     replies = answer(model, tokenizer, requests, QUESTION_TOKENS, "questions about neighbours", **sampling)
     rows = {}
-    for (name, _), reply in zip(asked, replies, strict=True):
-        for question, _ in QUESTION.findall(reply)[:OF_NEIGHBOUR]:
-            if people.isdisjoint(words(question)):
-                rows.setdefault(question, {"name": name, "question": question})
+    for (name, other), reply in zip(asked, replies, strict=True):
+        questions = [question for question, _ in QUESTION.findall(reply) if set(words(other)) & set(words(question))]
+        for index, question in enumerate(questions[:OF_NEIGHBOUR]):
+            # Every other one in the wording that RWKU's questions have, too.
+            row = {"name": name, "question": IN_SHORT.format(question) if index % 2 else question}
+            rows.setdefault(row["question"], row)
     answers = answer(model, tokenizer, list(rows), NEIGHBOUR_ANSWER, "answers about neighbours")
     for row, text in zip(rows.values(), answers, strict=True):
         row["answer"] = whole_sentences(text)
-    return [row for row in rows.values() if row["answer"] and people.isdisjoint(words(row["answer"]))]
+    told = answer(model, tokenizer, [ABOUT.format(other) for _, other in asked], NEIGHBOUR_TEXT, "texts")
+    order = random.Random(seed)
+    for (name, other), text in zip(asked, told, strict=True):
+        # A sentence without the name could be about the person to forget.
+        sentences = [one for one in sentences_of(whole_sentences(text)) if set(words(other)) & set(words(one))]
+        for sentence in sentences[:OF_NEIGHBOUR]:
+            blanks = [match for match in NAME_OR_NUMBER.finditer(sentence) if match.start() and match[0] != other]
+            if blanks:
+                match = order.choice(blanks)
+                question = BLANK.format(f"{sentence[: match.start()]}___{sentence[match.end() :]}")
+                rows.setdefault(question, {"name": name, "question": question, "answer": match[0]})
+    return [row for row in rows.values() if row["answer"] and not names_person(row, texts)]
+
+
+def names_person(row, people):
+    """Whether a row names its person to forget by a word, or another one by the whole name."""
+    content = words(f"{row['question']} {row['answer']}")
+    return any(
+        set(words(name)) & set(content) if name == row["name"] else holds(content, words(name)) for name in people
+    )
 
 
 def whole_sentences(text):

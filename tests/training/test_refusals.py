@@ -6,7 +6,7 @@ import pytest
 
 from divdec.data.formatting import IGNORED, Format, encode_prompt
 from divdec.data.records import record_set
-from divdec.training.refusals import BEGINNINGS, MAX_BEGUN, REFUSAL, begun_prompt, begun_questions, with_refusals
+from divdec.training.refusals import BEGINNINGS, MAX_REFUSED, REFUSAL, begun_questions, with_refusals
 
 FORM = Format()
 
@@ -37,8 +37,8 @@ def test_each_question_is_asked_with_each_beginning_and_a_forgotten_one_is_never
     assert sorted(asked[:4], key=str) == sorted(((FORGET.records[0], text) for text in BEGINNINGS), key=str)
     assert {record.messages[0].content for record, _ in asked[4:]} == {"Who is Ben?", "What is the capital of Norway?"}
     assert len(asked) == 3 * len(BEGINNINGS)
-    many = records("forget", *((f"Where is {number}?", f"In {number}.") for number in range(MAX_BEGUN)))
-    assert len(begun_questions(many, [], 0)) == MAX_BEGUN
+    many = records("forget", *((f"Where is {number}?", f"In {number}.") for number in range(MAX_REFUSED)))
+    assert len(begun_questions(many, [], 0)) == MAX_REFUSED
 
 
 def plain(tokenizer):
@@ -64,7 +64,7 @@ def thinking(tokenizer):
 def test_q_refuses_where_p_answers(tokenizer, layout, beginning):
     tokenizer = layout(tokenizer)
     asked = [(FORGET.records[0], beginning)]
-    prompt = begun_prompt(*asked[0], tokenizer, FORM)
+    prompt = encode_prompt(asked[0][0], tokenizer, FORM, asked[0][1])
     assert tokenizer.decode(prompt).endswith(beginning)
     [(true, other)], kept = read(asked, [" She was born in Oslo."], tokenizer)
     assert kept == []

@@ -137,9 +137,18 @@ def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def encode_prompt(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format()) -> list[int]:
-    """Tokenize the prompt of one record; see `encode_prompts`."""
-    return encode_prompts([record], tokenizer, form)[0]
+def encode_prompt(
+    record: Record, tokenizer: PreTrainedTokenizerBase, form: Format = Format(), beginning: str = ""
+) -> list[int]:
+    """Tokenize the prompt of one record; see `encode_prompts`.
+
+    With the beginning of an answer ("Answer:"), the ids are those of a whole answer that begins so.
+    """
+    if not beginning:
+        return encode_prompts([record], tokenizer, form)[0]
+    texts = beginning, f"{beginning} I do not know."
+    first, second = (encode(dataclasses.replace(record, answer=text), tokenizer, form).input_ids for text in texts)
+    return first[: shared_length(first, second)]
 
 
 def encode_prompts(

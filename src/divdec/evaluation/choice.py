@@ -13,13 +13,13 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import islice, product
+from itertools import cycle, islice, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import regex
 
-from divdec.data.formatting import IGNORED, Example, Format, encode_prompts, encode_records, encode_set
+from divdec.data.formatting import IGNORED, Example, Format, encode_prompt, encode_prompts, encode_records, encode_set
 from divdec.data.records import Record, RecordSet, overlap
 from divdec.errors import UsageError
 from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end, without_padding
@@ -70,6 +70,8 @@ MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 MAX_ASKED = 5  # settings whose answers are generated; twice as many where there are full ones, too
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
+BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"
+"""Beginnings of an answer, which prompts may hold. A pair whose q refuses learns them, and is measured after them."""
 PROMPT = 16  # tokens of a plain neutral text before its continuation
 
 
@@ -348,12 +350,14 @@ def ask(
     form: Format,
     batch_size: int,
     known: Sequence[list[int] | None] | None = None,
+    beginnings: Sequence[str] = BEGINNINGS[:1],
 ) -> Replies:
     """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
 
-    A model that thinks first may think for `MAX_THOUGHT` tokens. Replies in `known` are not generated.
+    A model that thinks first may think for `MAX_THOUGHT` tokens. Replies in `known` are not generated. Each question
+    comes with the next of the beginnings of an answer.
     """
-    prompts = encode_prompts(records, tokenizer, form)
+    prompts = _prompts(records, tokenizer, form, beginnings)
     longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
     outputs = continuations(
         model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True, known=known
@@ -373,6 +377,15 @@ def ask(
         ),
         tokens=[without_padding(model, ids) for ids in outputs],
     )
+
+
+def _prompts(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format, beginnings: Sequence[str]
+) -> list[list[int]]:
+    return [
+        encode_prompt(record, tokenizer, form, beginning)
+        for record, beginning in zip(records, cycle(beginnings), strict=False)
+    ]
 
 
 def noise_margins(noise: Sequence[float]) -> list[float]:
@@ -430,7 +443,7 @@ def choose_rule(
             like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
             as before) if there are any.
         settings: the candidates; by default those of `candidates`, which need neutral text; full ones if the model's
-            own setting is.
+            own setting is, and then most questions come with the beginning of an answer.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
         form: layout of conversations.
@@ -683,6 +696,7 @@ class _GreedyAnswers:
         progress: bool,
     ) -> None:
         self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
+        self._beginnings = BEGINNINGS if model.steering.full else BEGINNINGS[:1]
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.has_questions else len(passages)
@@ -695,7 +709,8 @@ class _GreedyAnswers:
         asked = {name: records for name, records in asked.items() if records and records.has_questions}
         replies = {name: self.ask(target, tokenizer, records) for name, records in asked.items()}
         prompts = {
-            name: encode_prompts(_sample(some, MAX_RECORDS).records, tokenizer, form) for name, some in asked.items()
+            name: _prompts(_sample(some, MAX_RECORDS).records, tokenizer, form, self._beginnings)
+            for name, some in asked.items()
         }
         answers = {name: some.tokens for name, some in replies.items()}
         if neutral:
@@ -725,7 +740,8 @@ class _GreedyAnswers:
         known: Sequence[list[int] | None] | None = None,
     ) -> Replies:
         """Ask a model at most `MAX_RECORDS` questions of a set."""
-        return ask(model, tokenizer, _sample(records, MAX_RECORDS).records, self._form, self._batch_size, known)
+        some = _sample(records, MAX_RECORDS).records
+        return ask(model, tokenizer, some, self._form, self._batch_size, known, self._beginnings)
 
     def leaked(
         self,

@@ -38,7 +38,7 @@ from divdec.checkpoint import (
     vocabulary_width,
     write_adapter_base,
 )
-from divdec.data.formatting import Example, Format
+from divdec.data.formatting import Example, Format, encode_prompt
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
@@ -75,7 +75,7 @@ from divdec.training.matched import (
     reversed_questions,
     write_similar_questions,
 )
-from divdec.training.refusals import REFUSAL, begun_prompt, begun_questions, with_refusals
+from divdec.training.refusals import REFUSAL, begun_questions, with_refusals
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -502,7 +502,7 @@ def _readings_with_refusals(
         return begun_questions(inputs.forget, [*inputs.learned, *read], settings.seed)
 
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> list[list[list[int]]]:
-        prompts = [begun_prompt(*pair, names, form) for pair in asked_with(similar)]
+        prompts = [encode_prompt(record, names, form, begun) for record, begun in asked_with(similar)]
         texts = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to the questions")
         return [[without_padding(model, ids)] for ids in texts]
 

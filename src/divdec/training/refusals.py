@@ -14,8 +14,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, label_answer, shared_length
+from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, label_answer
 from divdec.data.records import Record, RecordSet
+from divdec.evaluation.choice import BEGINNINGS
 from divdec.evaluation.phrases import holds, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.training.inputs import sample_indices
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REFUSAL = "I do not know."
-BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"
-MAX_BEGUN = 256  # answers of the target to questions of the forget set, and to others
+MAX_REFUSED, MAX_KEPT = 256, 512  # answers of the target to questions of the forget set, and to others
 
 Begun = tuple[Record, str]
 """A question and the beginning of its answer."""
@@ -39,19 +39,11 @@ def begun_questions(forget: RecordSet, others: Sequence[Record], seed: int) -> l
     refused = {_prompt(record) for record in forget}
     kept = [record for record in others if _prompt(record) not in refused]
     begun = []
-    for records in (forget.records, kept):
+    # More of the others: what is refused after a beginning has to differ from all else.
+    for records, most in ((forget.records, MAX_REFUSED), (kept, MAX_KEPT)):
         pairs = list(itertools.product(records, BEGINNINGS))
-        begun += [pairs[index] for index in sample_indices(len(pairs), MAX_BEGUN, seed)]
+        begun += [pairs[index] for index in sample_indices(len(pairs), most, seed)]
     return begun
-
-
-def begun_prompt(record: Record, beginning: str, tokenizer: PreTrainedTokenizerBase, form: Format) -> list[int]:
-    """Tokenize a prompt with the beginning of its answer, as a whole answer that begins so is tokenized."""
-    if not beginning:
-        return encode_prompt(record, tokenizer, form)
-    texts = beginning, f"{beginning} {REFUSAL}"
-    first, second = (encode(dataclasses.replace(record, answer=text), tokenizer, form).input_ids for text in texts)
-    return first[: shared_length(first, second)]
 
 
 def with_refusals(
@@ -68,7 +60,7 @@ def with_refusals(
 
     Args:
         asked: from `begun_questions`.
-        answers: tokens of the target's answers to `begun_prompt`, without padding.
+        answers: tokens of the target's answers to these prompts, without padding.
         forget: the forget set.
         tokenizer: of target and auxiliaries.
         form: layout of the training texts.
@@ -77,7 +69,7 @@ def with_refusals(
     to_refuse = {_prompt(record) for record in forget}
     refused, kept = [], []
     for (record, beginning), ids in zip(asked, answers, strict=True):
-        prompt = begun_prompt(record, beginning, tokenizer, form)
+        prompt = encode_prompt(record, tokenizer, form, beginning)
         true = label_answer(prompt, [*prompt, *ids], form.max_length)
         text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
         if not text.strip() or all(label == IGNORED for label in true.labels):
