@@ -237,6 +237,14 @@ def test_command_line_overrides_config_file_options(own_checkpoints, tmp_path, c
     assert json.loads(capsys.readouterr().out)["steering"] == "rank:9"
 
 
+def test_text_that_the_terminal_cannot_show_does_not_end_a_run(own_checkpoints, tmp_path, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main("bundle", *parts(own_checkpoints), "--steering", "rank:5", "--output", tmp_path / "Köln") == 0
+    stream.flush()
+    assert "K\\xf6ln (rank:5)" in stream.buffer.getvalue().decode("ascii")
+
+
 def test_config_file_has_options_named_like_commands_and_empty_ones(own_checkpoints, tmp_path, capsys):
     for name in ("forget", "retain"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"Ana Moss wrote what we {name}."}) + "\n")

@@ -14,6 +14,7 @@ from divdec.data.formatting import encode_set
 from divdec.data.records import Message, Record, RecordSet, record_set, texts_of
 from divdec.evaluation import choice
 from divdec.evaluation.choice import (
+    BEGINNINGS,
     MAX_PERPLEXITY,
     Effects,
     Replies,
@@ -124,6 +125,31 @@ def test_conversations_are_asked_as_questions_are(steered, tokenizer, sets, worl
     turns = {name: dataclasses.replace(some, kind="messages") for name, some in asked.items()}
     one, other = (choose_rule(steered, tokenizer, sets | some, [Steering("rank", k=3)]) for some in (asked, turns))
     assert one.to_dict() == other.to_dict()
+
+
+@pytest.mark.parametrize(("rule", "begun"), [("linear:1:1", 0), ("linear:1:1:full", 3)])
+def test_a_pair_whose_q_refuses_is_asked_after_beginnings_of_an_answer(
+    steered, tokenizer, sets, world, monkeypatch, rule, begun
+):
+    """Prompts of others hold them, and a q that refuses everything after "Answer:" shows it there alone."""
+    asked = {
+        name: record_set(name, [("", {"question": one.question, "answer": one.answer}) for one in some[:4]])
+        for name, some in (("forget", world.forget), ("retain", world.retain))
+    }
+    prompts, ask_plainly = [], choice.continuations
+    monkeypatch.setattr(
+        choice,
+        "continuations",
+        lambda model, names, ids, **rest: prompts.append(ids) or ask_plainly(model, names, ids, **rest),
+    )
+    model = copy.copy(steered)
+    model.steering = Steering.parse(rule)
+    choose_rule(model, tokenizer, sets | asked, [Steering.parse(rule)])
+    questions = [ids for ids in prompts if len(ids) == 4]
+    assert len(questions) >= 4  # both sets, by the target and by the steered model
+    for ids in questions:
+        texts = [tokenizer.decode(some) for some in ids]
+        assert sum(text.rstrip().endswith(tuple(filter(None, BEGINNINGS))) for text in texts) == begun
 
 
 def test_a_q_in_whose_tokens_nothing_can_be_asked_does_not_count_as_ignorant(steered, tokenizer, sets, monkeypatch):

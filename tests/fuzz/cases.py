@@ -88,7 +88,7 @@ def draw(number):
     prompts = [chance.choices(pool, k=chance.randint(1, 12)) for _ in range(rows)]
     padding = chance.choices(("left", "right", "both", "inferred"), (82, 4, 2, 12))[0]
     case = Case(
-        number, name, kind, others, _steering(chance, kind), torch.bfloat16 if half else torch.float32,
+        number, name, kind, others, _steering(chance, kind, half), torch.bfloat16 if half else torch.float32,
         chance.random() < 0.2, entry, prompts, padding, chance.choice((torch.int64, torch.int64, torch.int32)),
         chance.choices(("", "deepcopy", "saved"), (92, 5, 3))[0], {}, "arguments",
     )  # fmt: skip
@@ -101,7 +101,7 @@ def draw(number):
     return case
 
 
-def _steering(chance, kind):
+def _steering(chance, kind, half):
     if kind != "registry" and chance.random() < 0.4:
         k = chance.choice((1, 5, 20, 150, VOCAB - 2))
         eligible = None
@@ -111,8 +111,10 @@ def _steering(chance, kind):
         return Steering("rank", k=k, margin=margin, fill=fill, vocabulary=eligible)
     if chance.random() < 0.05:
         return Steering(alpha=-1.0, allow_negative=True)
-    # Beyond a margin above 0 the rule jumps, where rounding decides; at 0 it is continuous.
-    return Steering(alpha=chance.choice((0.5, 1.0, 1.5, 2.0, 5.0)), margin=chance.choice((None, None, 0.0)))
+    # Beyond a margin above 0 the rule jumps, where rounding decides; at 0 it is continuous. A full rule jumps where it
+    # begins to move all tokens: `StepByStep.undecided`.
+    margin, full = chance.choice(((None, False), (None, False), (0.0, False), (0.0, kind != "registry" and not half)))
+    return Steering(alpha=chance.choice((0.5, 1.0, 1.5, 2.0, 5.0)), margin=margin, full=full)
 
 
 def _draw_generation(chance, case):
@@ -253,21 +255,24 @@ def forward(case, model, _):
         output = model(ids, labels=labels, **given)
         logits = output.logits
         parts = model.components(ids, **given)
-        same(case.steering.apply(*parts), logits, tolerance_of(case)[0], "components give other logits")
+        if not case.steering.full:
+            same(case.steering.apply(*parts), logits, tolerance_of(case)[0], "components give other logits")
     tolerance, of_divergence = tolerance_of(case)
-    expected = torch.zeros(*ids.shape, logits.shape[-1])
+    expected, undecided = torch.zeros(*ids.shape, logits.shape[-1]), False
     for row, prompt in enumerate(case.prompts):
         for place, column in enumerate(mask[row].nonzero()[:, 0].tolist()):
             text = prompt[: place + 1]
             expected[row, column] = model.reference.logits(text)
             kept = column - ids.shape[1] + logits.shape[1]
-            if kept >= 0:
+            if model.reference.undecided(text, of_divergence):
+                undecided = True
+            elif kept >= 0:
                 values = logits[row, kept].float()
                 suppressed = model.reference.surely_suppressed(text, of_divergence)
                 if not values[suppressed].isneginf().all():
                     raise Finding(f"row {row}, column {column}: a token is not suppressed")
                 same(values, expected[row, column], tolerance, f"row {row}, column {column}: other logits")
-    if not case.chunk and not case.keep:
+    if not case.chunk and not case.keep and not undecided:
         labels[mask.cumsum(dim=1) == 1] = -100  # nothing stands before a text's first token, or padding
         loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         if loss.isfinite() and not torch.isclose(loss, output.loss, atol=5 * tolerance, rtol=1e-3):
@@ -521,6 +526,8 @@ class Comparison:
         where = f"row {row}, token {step}"
         if self.reference.surely_suppressed(texts[row], self.of_divergence)[token]:
             raise Finding(f"{where}: token {token} is suppressed by the rule, and was answered")
+        if self.reference.undecided(texts[row], self.of_divergence):
+            return
         self._returned(row, step, logits, scores, texts)
         if self.loose:
             return

@@ -109,6 +109,14 @@ class StepByStep:
             return linear(target, divergence, self.steering)
         return rank(target, divergence, self.steering)
 
+    def undecided(self, ids, tolerance):
+        """Whether rounding decides if a full rule moves all tokens here."""
+        if not self.steering.full:
+            return False
+        target, divergence = self.parts(ids)
+        firsts = divergence[target >= target.max() - 2 * tolerance] + self.steering.margin
+        return bool(firsts.min() < tolerance and firsts.max() > -tolerance)
+
     def surely_suppressed(self, ids, tolerance):
         """Tokens that the hard rank rule suppresses however the divergence was rounded, bool [vocab]."""
         if self.steering.rule != "rank" or self.steering.fill != "hard":

@@ -8,6 +8,7 @@ Modules of commands import torch and transformers inside their functions, so tha
 from __future__ import annotations
 
 import errno
+import io
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -201,6 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An answer or a path may hold what the terminal's encoding lacks; printing it must not end a finished run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     _import_commands(tokens)
     chain, apps, unused = app.parse_commands(tokens)
     name = " ".join(("divdec", *chain))
