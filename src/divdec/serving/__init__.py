@@ -18,29 +18,6 @@ from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy
 SHORTEST_KEY = 16  # characters
 
 
-@dataclasses.dataclass(frozen=True)
-class SuppressionPolicy:
-    """Action for replies from which steering took much."""
-
-    action: Literal["answer", "refuse", "note"] = "answer"
-    """'refuse' replaces the reply, 'note' marks it, with the share where log-probabilities are given in full."""
-    share: float = 0.2
-    """Least share that counts as much, above 0 and at most 1."""
-    refusal: str = "I cannot answer that."
-    """Text in place of the reply."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise UsageError(f"--suppressed-share is {self.share:g}; accepted: above 0, at most 1")
-        if not self.refusal.strip():
-            raise UsageError("--refusal is empty; accepted: the text that replaces a reply")
-
-    def refuses(self, share: float | None) -> bool:
-        """Whether a finished reply with this share is replaced."""
-        # Without a share nobody knows what steering took.
-        return self.action == "refuse" and (share is None or not share < self.share)
-
-
 @Parameter(name="*")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings:
@@ -67,9 +44,9 @@ class ServeSettings:
     """Action for a reply from which steering took much of the target's probability, where the model would invent
     something: answer, refuse (send --refusal instead), or note (mark the reply in the response; with --logprobs full,
     add the share)."""
-    suppressed_share: Annotated[float, RARE] = SuppressionPolicy.share
+    suppressed_share: Annotated[float, RARE] = 0.2
     """Share of probability that counts as much, at the token of the reply where steering took most."""
-    refusal: Annotated[str, RARE] = SuppressionPolicy.refusal
+    refusal: Annotated[str, RARE] = "I cannot answer that."
     """Text that replaces a refused reply."""
     chat_template_kwargs: Annotated[str | None, RARE] = None
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'. Requests can replace
@@ -109,7 +86,10 @@ class ServeSettings:
             raise UsageError(
                 "--max-seconds must be above 0, --shutdown-timeout at least 0 seconds, both below a million"
             )
-        self.suppression()
+        if not 0 < self.suppressed_share <= 1:
+            raise UsageError(f"--suppressed-share is {self.suppressed_share:g}; accepted: above 0, at most 1")
+        if not self.refusal.strip():
+            raise UsageError("--refusal is empty; accepted: the text that replaces a reply")
         for origin in self.cors_origin:
             check_origin(origin)
         read_template_kwargs(self.chat_template_kwargs)
@@ -126,9 +106,9 @@ class ServeSettings:
         if self.ssl_keyfile and not self.ssl_certfile:
             raise UsageError("--ssl-keyfile needs --ssl-certfile")
 
-    def suppression(self) -> SuppressionPolicy:
-        """Return the action for replies from which steering took much."""
-        return SuppressionPolicy(self.on_suppressed, self.suppressed_share, self.refusal)
+    def took_much(self, share: float | None) -> bool:
+        """Whether steering took much of a reply with this share; without one nobody knows, and it counts as much."""
+        return share is None or not share < self.suppressed_share
 
     def check_tls(self) -> None:
         """Check certificate and key before models are loaded.

@@ -128,11 +128,10 @@ class CompletionCall:
 
     def note(self, reply: RequestOutput) -> Event:
         """Return the field of a choice that says whether steering took much, if the operator wants it."""
-        suppression = self.server.options.suppression()
-        if suppression.action != "note" or reply.finish_reason is None:
+        options, share = self.server.options, reply.suppressed
+        if options.on_suppressed != "note" or reply.finish_reason is None:
             return {}
-        share = reply.suppressed
-        marked = share is None or not share < suppression.share
+        marked = options.took_much(share)
         if self.policy.level != "full":  # the share is a probability of the unsteered target
             return {"suppressed": {"marked": marked}}
         return {"suppressed": {"share": None if share is None else round(share, 4), "marked": marked}}
@@ -209,7 +208,7 @@ class CompletionCall:
             Busy, Closing, FailedClosed, UsageError: the engine's error of the first reply that fails.
             TimeoutError: the replies take longer than the server allows.
         """
-        suppression = self.server.options.suppression()
+        options = self.server.options
         waiting: list[list[RequestOutput]] = [[] for _ in self.replies]
         self.logprobs = [[] for _ in self.replies]
         observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
@@ -220,13 +219,13 @@ class CompletionCall:
                 self.logprobs[index] += [token.logprob for token in output.logprobs]
                 waiting[index].append(output)
                 if output.finish_reason:
-                    if suppression.refuses(output.suppressed):
+                    if options.on_suppressed == "refuse" and options.took_much(output.suppressed):
                         prompt = waiting[index][0].prompt_logprobs
                         waiting[index] = [
-                            RequestOutput(suppression.refusal, prompt_logprobs=prompt, finish_reason=FILTERED)
+                            RequestOutput(options.refusal, prompt_logprobs=prompt, finish_reason=FILTERED)
                         ]
                     self.record.finish_reasons.add(waiting[index][-1].finish_reason or "")
-                elif suppression.action == "refuse":
+                elif options.on_suppressed == "refuse":
                     continue  # a streamed part could not be taken back
                 for part in waiting[index]:
                     yield index, part

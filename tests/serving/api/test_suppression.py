@@ -9,7 +9,7 @@ import torch
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.evaluation.suppression import suppressed_share
-from divdec.serving import ServeSettings, SuppressionPolicy, scheduler
+from divdec.serving import ServeSettings, scheduler
 from support.served import engine_of, serving
 
 PROMPT = "The city of"
@@ -148,10 +148,10 @@ def test_share_that_is_not_finite_stays_so(model, monkeypatch):
     assert math.isnan(suppressed_share(model, [1, 2, 3, 4], 2, 1))
 
 
-def test_reply_without_a_share_is_refused():
-    assert SuppressionPolicy("refuse").refuses(None)
-    assert SuppressionPolicy("refuse").refuses(float("nan"))
-    assert not SuppressionPolicy("answer").refuses(1.0)
+def test_reply_without_a_share_counts_as_suppressed():
+    assert ServeSettings().took_much(None)
+    assert ServeSettings().took_much(float("nan"))
+    assert not ServeSettings(suppressed_share=0.5).took_much(0.4)
 
 
 @pytest.mark.parametrize("options", [{"suppressed_share": 0.0}, {"suppressed_share": 1.5}, {"refusal": " "}])
