@@ -131,8 +131,6 @@ class Prefill:
 class SpeculativeRequest:
     """A speculative request, which runs alone: several tokens per forward pass of the target."""
 
-    is_open = False
-
     def __init__(self, model: DivergenceForCausalLM, request: Request, speculation: Speculation, chunk: int) -> None:
         """Prepare; `chunk` tokens of the prompt are read in a pass."""
         self.requests = [request]
