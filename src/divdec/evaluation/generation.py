@@ -115,7 +115,7 @@ def continuations(
         for index, ids in zip(thinking, rest, strict=True):
             outputs[index] += ids
         return outputs
-    if max_new_tokens > STAGE and not options and (ends := _end_tokens(model)):
+    if max_new_tokens > STAGE and not options and (ends := end_tokens(model)):
         # A batch lasts as long as its longest answer, and most answers are short.
         outputs = continuations(model, tokenizer, prompts, max_new_tokens=STAGE, **shared)
         unfinished = [index for index, ids in enumerate(outputs) if ends.isdisjoint(ids)]
@@ -176,7 +176,7 @@ def first_choices(
 
 def without_padding(model: PreTrainedModel, ids: Sequence[int]) -> list[int]:
     """Cut a continuation after its end token, which padding may follow."""
-    ends = _end_tokens(model)
+    ends = end_tokens(model)
     end = next((index for index, token in enumerate(ids, start=1) if token in ends), len(ids))
     return list(ids[:end])
 
@@ -202,12 +202,13 @@ def thought_of(
 
 def has_end(model: PreTrainedModel, ids: Sequence[int]) -> bool:
     """Whether a continuation ended by itself."""
-    return not _end_tokens(model).isdisjoint(ids)
+    return not end_tokens(model).isdisjoint(ids)
 
 
-def _end_tokens(model: PreTrainedModel) -> set[int]:
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end an answer."""
     ends = None if model.generation_config is None else model.generation_config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends or ())
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
 def samples(

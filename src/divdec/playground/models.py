@@ -26,6 +26,7 @@ from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.generation import generate_stream
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
+from divdec.evaluation.generation import end_tokens
 from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.fail_closed import wait_for_checks
@@ -142,8 +143,7 @@ class SteeredModel:
         eligible_size = model.vocab_size if rule.vocabulary is None else len(rule.vocabulary)
         self.controls = SteeringControls(rule, eligible_size, rank=not isinstance(model.experts, NoExperts))
         self.model, self.tokenizer, self.options, self.reveal = model, tokenizer, options, reveal
-        eos: Any = model.generation_config.eos_token_id
-        self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self.eos_token_ids = end_tokens(model)
         self.max_length: int = model.config.max_position_embeddings or 1 << 15
         self._generator = torch.Generator().manual_seed(options.seed)
 

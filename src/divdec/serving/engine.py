@@ -22,6 +22,7 @@ from divdec.decoding.drafters import make_drafter
 from divdec.decoding.speculative import Speculation, check_cache
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
+from divdec.evaluation.generation import end_tokens
 from divdec.fail_closed import check_vocabulary, wait_for_checks
 from divdec.model.loading import bundle_identity
 from divdec.model.modeling import DivergenceForCausalLM
@@ -99,8 +100,7 @@ class Engine:
         self.fingerprint = f"fp_{settings_hash([bundle_identity(model.config), model.steering.to_dict()])}"
         self._takedowns = model.takedowns
         self._max_queue = max_queue
-        eos: Any = model.generation_config.eos_token_id
-        self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+        self._eos_token_ids = end_tokens(model)
         self.scheduler = Scheduler(model, max_num_seqs, speculation, measure_suppression)
         try:
             self._bytes, self._special = token_bytes(tokenizer), special_tokens(tokenizer)
