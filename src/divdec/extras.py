@@ -13,9 +13,9 @@ EXTRAS = {
 }
 
 
-def missing(extra: str) -> list[str]:
-    """Return the modules of an extra that are not installed."""
-    return _missing(EXTRAS[extra])
+def missing(names: Sequence[str]) -> list[str]:
+    """Return the modules that are not installed."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def require(extra: str, feature: str) -> None:
@@ -33,9 +33,5 @@ def require_modules(names: Sequence[str], feature: str, distribution: str) -> No
     Raises:
         UsageError: names the feature that needs them and the distribution that installs them.
     """
-    if modules := _missing(names):
+    if modules := missing(names):
         raise UsageError(f"{feature} needs {' and '.join(modules)}: pip install '{distribution}'")
-
-
-def _missing(names: Sequence[str]) -> list[str]:
-    return [name for name in names if importlib.util.find_spec(name) is None]

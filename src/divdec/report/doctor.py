@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def describe_installation() -> dict[str, Any]:
     """Return versions of libraries, devices, and which extras are installed."""
-    return {"versions": versions(), "devices": _devices(), "extras": {extra: not missing(extra) for extra in EXTRAS}}
+    extras = {extra: not missing(modules) for extra, modules in EXTRAS.items()}
+    return {"versions": versions(), "devices": _devices(), "extras": extras}
 
 
 def try_bundle(
