@@ -63,9 +63,10 @@ class Registry:
         """
         self.folder = Path(folder).expanduser()
         self._store = Store(self.folder)
-        self._description = self._store.description
-        self.vocab_size: int = self._description["vocab_size"]
-        self.order: int = self._description["order"]
+        self.description = self._store.description
+        """Properties that the registry was created with: id, time, tokenizer, retain set, target, order."""
+        self.vocab_size: int = self.description["vocab_size"]
+        self.order: int = self.description["order"]
 
     @classmethod
     def create(
@@ -147,7 +148,7 @@ class Registry:
         """
         if changed := self._changed_tokenizer_files():
             raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
-        if self._description.get("plain_tokenizer") is True:
+        if self.description.get("plain_tokenizer") is True:
             return _load_plain(self.folder / TOKENIZER)
         from divdec.checkpoint import load_tokenizer  # loads torch
 
@@ -161,7 +162,7 @@ class Registry:
         """
         from divdec.checkpoint import CheckpointReference  # loads torch
 
-        reference = CheckpointReference.from_dict(self._description["target"], "target")
+        reference = CheckpointReference.from_dict(self.description["target"], "target")
         return reference.resolve(self.folder, weights=True)
 
     @property
@@ -299,11 +300,6 @@ class Registry:
         """Return the registry's signature (Ed25519) of a content, as hexadecimal digits."""
         return self._store.keys.sign(content)
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """Properties that the registry was created with: id, time, tokenizer, retain set, target, order."""
-        return dict(self._description)
-
     def differences(self) -> dict[str, float]:
         """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
 
@@ -353,7 +349,7 @@ class Registry:
         return entry
 
     def _changed_tokenizer_files(self) -> list[Path]:
-        files = {self.folder / TOKENIZER / name: sha for name, sha in self._description["tokenizer_files"].items()}
+        files = {self.folder / TOKENIZER / name: sha for name, sha in self.description["tokenizer_files"].items()}
         return [file for file, sha in files.items() if not file.is_file() or file_sha256(file) != sha]
 
 
