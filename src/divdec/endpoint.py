@@ -28,11 +28,7 @@ class Refused(UsageError):
 
 
 class Unavailable(UsageError):
-    """Every attempt failed; `status` is that of the last reply, None without a reply."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+    """Every attempt failed."""
 
 
 class StreamInterrupted(RuntimeError):
@@ -217,7 +213,7 @@ class Endpoint:
             reason = f"status {status}: {text[:300].strip()}"  # cut after the key is replaced, never within it
             if status in final or not (status in TRANSIENT or status >= 500):
                 return Refused(f"endpoint {url} refused model {self.model!r} ({reason})", status)
-            return Unavailable(f"endpoint {url} gave no answer in {attempts} attempts ({reason})", status)
+            return Unavailable(f"endpoint {url} gave no answer in {attempts} attempts ({reason})")
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".rstrip(": ")
         if isinstance(error, openai.APITimeoutError):
