@@ -87,7 +87,7 @@ def report_request(
     model = load_model(folder, dtype=dtype_for_passes(), device_map=device_map).eval()
     source = Path(file).expanduser()
     digest = file_sha256(source) if source.is_file() else None
-    content = measure_request(registry, entry, texts, model, load_tokenizer(folder), folder, sets, progress=True)
+    content = measure_request(registry, entry, texts, model, load_tokenizer(folder), folder, sets)
     content["request"]["file_sha256"] = digest
     path.parent.mkdir(parents=True, exist_ok=True)
     write_report(path, content, registry)
@@ -102,8 +102,6 @@ def measure_request(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     sets: Mapping[str, RecordSet],
-    *,
-    progress: bool = False,
 ) -> dict[str, Any]:
     """Attack a request in force, and measure what all requests change in other texts.
 
@@ -115,7 +113,6 @@ def measure_request(
         tokenizer: its tokenizer.
         folder: the target's folder, whose files are hashed.
         sets: texts that should stay as they are, by name; without 'neutral', samples of the target.
-        progress: show progress bars.
 
     Returns:
         The content of the report; see docs/takedowns.md.
@@ -138,18 +135,16 @@ def measure_request(
         for when, model in models.items():
             recited = [False] * len(attacked)
             for seed in range(SAMPLED if options else 1):
-                title = f"{name}, {when}" if progress else None
                 seeded = options | ({"seed": seed} if options else {})
-                again = recites(model, tokenizer, attacked, title=title, **seeded)
+                again = recites(model, tokenizer, attacked, title=f"{name}, {when}", **seeded)
                 recited = [previous or other for previous, other in zip(recited, again, strict=True)]
             row[when] = sum(recited)
             ever[when] = [previous or other for previous, other in zip(ever[when], recited, strict=True)]
         attacks.append(row)
     if "neutral" not in sets:
-        title = "neutral samples" if progress else None
-        sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title=title)
+        sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title="neutral samples")
         sets = {**sets, "neutral": sampled}
-    others = {name: _changes(target, steered, tokenizer, records, progress) for name, records in sets.items()}
+    others = {name: _changes(target, steered, tokenizer, records) for name, records in sets.items()}
     history = registry.history()
     if (registry.strength, len(history)) != state:
         raise UsageError("the registry changed during the measurement; run the command again")
@@ -206,19 +201,14 @@ def _with_prompts(passages: list[Passage], prompts: list[list[int]]) -> list[Pas
 
 
 def _changes(
-    target: PreTrainedModel,
-    steered: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    records: RecordSet,
-    progress: bool,
+    target: PreTrainedModel, steered: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: RecordSet
 ) -> dict[str, Any]:
     """Compare perplexity and greedy answers of a set with the target's."""
     prompts = neutral_prompts(records, tokenizer)[:MAX_RECORDS]
     examples = encode_set(records, tokenizer)[:MAX_RECORDS]
     outputs, losses = [], []
     for model in (target, steered):
-        title = "other texts" if progress else None
-        answers = continuations(model, tokenizer, prompts, max_new_tokens=MAX_REPLY, title=title)
+        answers = continuations(model, tokenizer, prompts, max_new_tokens=MAX_REPLY, title="other texts")
         outputs.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in answers])  # without padding
         losses.append(mean_loss(score(model, examples)))
     return {
