@@ -229,7 +229,12 @@ class TrainingData(ForgetData):
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:
-    """Read the value of `--chat-template-kwargs`.
+    """Read the value of `--chat-template-kwargs`."""
+    return read_json_object("chat_template_kwargs", text, '{"enable_thinking": false}')
+
+
+def read_json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
+    """Read the value of an option; an option that is not given is an empty object.
 
     Raises:
         UsageError: it is not a JSON object.
@@ -239,8 +244,7 @@ def read_template_kwargs(text: str | None) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        accepted = """a JSON object such as '{"enable_thinking": false}'"""
-        raise UsageError(f"--chat-template-kwargs is {text!r}; accepted: {accepted}")
+        raise UsageError(f"{option(name)} is {text!r}; accepted: a JSON object such as '{example}'")
     return value
 
 

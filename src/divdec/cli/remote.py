@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from divdec.cli.generate import Prompts
 from divdec.errors import UsageError
-from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least
+from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least, read_json_object
 from divdec.remote.settings import RemoteSettings
 
 if TYPE_CHECKING:
@@ -174,12 +174,7 @@ def _target(provider: Provider, settings: RemoteSettings, loaded: LoadedExperts,
     from divdec.endpoint import Endpoint
     from divdec.remote.target import RemoteTarget
 
-    try:
-        extra = json.loads(provider.extra or "{}")
-    except ValueError:
-        extra = None
-    if not isinstance(extra, dict):
-        raise UsageError(f"--extra is {provider.extra!r}; accepted: a JSON object, such as '{{\"top_k\": 0}}'")
+    extra = read_json_object("extra", provider.extra, '{"top_k": 0}')
     endpoint = Endpoint(
         provider.endpoint, provider.model, provider.api_key_env, timeout=provider.timeout, retries=provider.retries
     )
