@@ -379,12 +379,8 @@ def canary(
 
 def _find_target(target: str | None, registry: Registry) -> Path:
     """Return the folder of the model that a request is measured on."""
-    from divdec.checkpoint import CheckpointReference
-
     try:
-        if target is not None:
-            return CheckpointReference.parse(target).resolve(Path(), weights=True)
-        return registry.target()
+        return registry.target(target)
     except UsageError as error:
         raise UsageError(
             f"{error}; nothing was added: say where the target is (--target), or --no-measure where it cannot be loaded"

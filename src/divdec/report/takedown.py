@@ -18,7 +18,6 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from divdec.checkpoint import (
-    CheckpointReference,
     check_tokenizer,
     check_weights,
     digests,
@@ -82,7 +81,7 @@ def report_request(
     entry, texts = registry.find(request_id), read_records(file)
     sources = {"retain": retain, "neutral": neutral}
     sets = {name: read_records(source) for name, source in sources.items() if source is not None}
-    folder = registry.target() if target is None else CheckpointReference.parse(target).resolve(Path(), weights=True)
+    folder = registry.target(target)
     check_weights(folder)
     model = load_model(folder, dtype=dtype_for_passes(), device_map=device_map).eval()
     source = Path(file).expanduser()

@@ -154,14 +154,16 @@ class Registry:
 
         return load_tokenizer(self.folder / TOKENIZER)
 
-    def target(self) -> Path:
-        """Return the folder of the model that requests are measured on.
+    def target(self, path_or_id: str | None = None) -> Path:
+        """Return the folder of the model that requests are measured on; `path_or_id` replaces its recorded place.
 
         Raises:
-            UsageError: it no longer exists.
+            UsageError: it does not exist.
         """
         from divdec.checkpoint import CheckpointReference  # loads torch
 
+        if path_or_id is not None:
+            return CheckpointReference.parse(path_or_id).resolve(Path(), weights=True)
         reference = CheckpointReference.from_dict(self.description["target"], "target")
         return reference.resolve(self.folder, weights=True)
 
