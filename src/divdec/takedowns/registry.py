@@ -227,10 +227,8 @@ class Registry:
             shared_spans=retained.shared_spans,
             divergence=round(divergence, 4),
         )
-        packed_counts, passages = (
-            PackedCounts.from_counts(counts),
-            None if passage_counts is None else PackedCounts.from_counts(passage_counts),
-        )
+        packed_counts = PackedCounts.from_counts(counts)
+        passages = None if passage_counts is None else PackedCounts.from_counts(passage_counts)
         with self._store.write() as connection:
             state = self._store.read_state(connection)
             if state.find(request_id) is not None:
