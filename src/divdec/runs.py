@@ -480,10 +480,9 @@ def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) ->
         UsageError: it or a folder above it is a file or may not be written to, it is not empty without `overwrite`, or
             it is not ours.
     """
-    for path in (folder, *folder.absolute().parents):
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"output {folder} cannot be made: {path} is a file; give the name of a folder")
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise UsageError(f"output {folder} cannot be made: {nearest} is a file; give the name of a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UsageError(f"output {folder} cannot be made: {nearest} may not be written to; give another name")
     if not folder.is_dir() or not any(entry.name != LOCK for entry in folder.iterdir()):
