@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from divdec.cli import loading
-from divdec.cli.loading import device_map, quiet
+from divdec.cli.loading import device_map, quiet, report
 from divdec.costs.estimate import CostSettings, estimate_costs
 from divdec.evaluation.settings import EvalSettings, LeakSettings
 from divdec.options import Printing
@@ -65,7 +64,7 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
         quiet()  # transformers reads configurations
     result = estimate_costs(settings)
     for warning in result.warnings:
-        loading.report(f"warning: {warning}")
+        report(f"warning: {warning}")
     if printing.json:
         print(json.dumps(result.to_dict(), indent=2))
         return
@@ -91,7 +90,7 @@ def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool
     quiet()
     with sharded():
         suite = read()
-        results = evaluate(settings, suite, device_map(settings.device), report=loading.report)
+        results = evaluate(settings, suite, device_map(settings.device), report=report)
         if not is_main():
             return
     if printing.json:
