@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 
-from divdec.bridge.alignment import AlignedSequence, DivergenceMapper, Retokenizer, common_prefix_length
+from divdec.bridge.alignment import AlignedSequence, DivergenceMapper, Retokenizer
 from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
 from divdec.bridge.pair import BridgedPair
 from divdec.bridge.token_bytes import VocabularyMap, token_bytes
+from divdec.data.formatting import common_prefix_length
 
 CONTEXTS = [64, 256, 1024]
 STEPS = 3000

@@ -29,20 +29,13 @@ from divdec.bridge.token_bytes import (
     special_tokens,
     token_bytes,
 )
+from divdec.data.formatting import common_prefix_length
 from divdec.errors import UsageError
 
 _MIN_COVERAGE = 0.5
 # Normalizers that change characters, not words: a target token can be looked up in its normalized form.
 _CHARACTER_NORMALIZERS = frozenset(("Lowercase", "StripAccents", "BertNormalizer", "NFC", "NFKC"))
 _MAX_STATES = 64  # states that a sequence stores, to which it can be rolled back
-
-
-def common_prefix_length(sequence: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two sequences."""
-    length = min(len(sequence), len(other))
-    if sequence[:length] == other[:length]:
-        return length
-    return next(index for index in range(length) if sequence[index] != other[index])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, DivergenceMapper, Retokenizer, common_prefix_length
+from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, DivergenceMapper, Retokenizer
+from divdec.data.formatting import common_prefix_length
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import check_pair
 from divdec.experts.protocol import Experts, Inputs

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import re
 import sys
@@ -127,14 +126,17 @@ def label_answer(prompt_ids: Sequence[int], whole_ids: list[int], max_length: in
 
     A token across the boundary belongs to the answer: the prompt ends where the two sequences diverge.
     """
-    start = shared_length(prompt_ids, whole_ids)
+    start = common_prefix_length(prompt_ids, whole_ids)
     whole_ids = whole_ids[:max_length]
     return Example(whole_ids, [IGNORED] * start + whole_ids[start:])
 
 
-def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the number of elements that two sequences share at their beginning."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+def common_prefix_length(sequence: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two sequences."""
+    length = min(len(sequence), len(other))
+    if sequence[:length] == other[:length]:
+        return length
+    return next((index for index in range(length) if sequence[index] != other[index]), length)
 
 
 def encode_prompt(
@@ -148,7 +150,7 @@ def encode_prompt(
         return encode_prompts([record], tokenizer, form)[0]
     texts = beginning, f"{beginning} I do not know."
     first, second = (encode(dataclasses.replace(record, answer=text), tokenizer, form).input_ids for text in texts)
-    return first[: shared_length(first, second)]
+    return first[: common_prefix_length(first, second)]
 
 
 def encode_prompts(
@@ -286,7 +288,7 @@ def _warn_of_dropped_text(tokenizer: PreTrainedTokenizerBase, form: Format) -> N
         finished = _render((*turns, Message("assistant", "second turn")), tokenizer, form, add_generation_prompt=False)
     except UsageError:  # the template needs other turns
         prompt = finished = ""
-    _DROPPED[key] = prompt[shared_length(prompt, finished) :].strip()
+    _DROPPED[key] = prompt[common_prefix_length(prompt, finished) :].strip()
     if _DROPPED[key]:
         print(
             f"warning: the chat template ends prompts with {_DROPPED[key]!r} and leaves it out of finished turns: "

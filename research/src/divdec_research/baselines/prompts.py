@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import Cache
 
-from divdec.bridge.alignment import common_prefix_length
 from divdec.checkpoint import CheckpointReference, check_weights, digests, load_model, load_tokenizer
-from divdec.data.formatting import Format, encode_prompts
+from divdec.data.formatting import Format, common_prefix_length, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
 from divdec.experts.token_cache import PADDING
