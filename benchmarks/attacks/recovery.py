@@ -47,7 +47,7 @@ from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.generation import answers, continuations, samples
-from divdec.evaluation.metrics import attack_auc, contains_fact, rouge
+from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.experts.ngram_fit import is_pair, write_pair
 from divdec.model.bundle import is_bundle, write_bundle
@@ -63,6 +63,7 @@ from divdec_research.compare.benchmark import Benchmark, load_benchmarks, spread
 from divdec_research.compare.run import build_model, load_trial
 from divdec_research.compare.settings import CompareSettings, Trial
 from divdec_research.report.tables import markdown_table
+from divdec_research.suites.metrics import contains_fact, rouge
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import (
     CITIES,

@@ -36,7 +36,6 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import texts_of
 from divdec.demo.facts import NEUTRAL, ask
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.metrics import rouge
 from divdec.evaluation.recitation import RUN, longest_run, measure, measured_text
 from divdec.evaluation.scoring import score
 from divdec.experts.ngram import NgramPair
@@ -47,6 +46,7 @@ from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
+from divdec_research.suites.metrics import rouge
 from divdec_research.world.facts import WorldSettings, build_world
 from divdec_research.world.models import train_tokenizer
 

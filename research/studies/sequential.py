@@ -35,7 +35,6 @@ from divdec.data.formatting import Example, Format, encode_records, encode_set
 from divdec.data.records import Kind, Record, RecordSet, read_records, write_records
 from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.evaluation.generation import answers
-from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.style import style, svg_text
@@ -51,6 +50,7 @@ from divdec_research.compare.muse_news import passages
 from divdec_research.figures.runs import distance_figure
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
+from divdec_research.suites.metrics import contains_fact, rouge
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import WorldSettings, build_world
 from divdec_research.world.models import Material, Questions, Recipe, StageCache, label_all_tokens, train_tokenizer

@@ -32,7 +32,6 @@ from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, json_rows, read_records, read_text
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import answers
-from divdec.evaluation.metrics import rouge
 from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
@@ -48,7 +47,7 @@ from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
-from divdec_research.suites.metrics import extraction_strength
+from divdec_research.suites.metrics import extraction_strength, rouge
 from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import read_tofu
 

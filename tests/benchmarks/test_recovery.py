@@ -9,11 +9,11 @@ import pytest
 from benchmarks.attacks import recovery as attacks
 from benchmarks.attacks import recovery as limits
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import contains_fact
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.training.settings import TrainingSettings
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.settings import CompareSettings, Trial
+from divdec_research.suites.metrics import contains_fact
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world
 from divdec_research.world.models import Recipe, Shape

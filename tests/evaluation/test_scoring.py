@@ -13,7 +13,7 @@ from divdec.data.formatting import IGNORED, Example, encode, encode_prompts
 from divdec.data.records import Message, Record
 from divdec.evaluation import scoring
 from divdec.evaluation.generation import answers, continuations, without_padding
-from divdec.evaluation.metrics import contains_fact, rouge_l_recall
+from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.scoring import (
     EvaluatedModel,
     ItemScore,
@@ -22,7 +22,7 @@ from divdec.evaluation.scoring import (
     score_settings,
     unchanged_answers,
 )
-from divdec_research.suites.metrics import gradient_norm
+from divdec_research.suites.metrics import contains_fact, gradient_norm
 from support import reference
 from support.exactness import LOGITS, assert_same_answer
 from support.tiny import FAMILIES, make_parts

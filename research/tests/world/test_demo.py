@@ -11,11 +11,11 @@ import pytest
 from divdec import DivergenceForCausalLM
 from divdec.checkpoint import load_config
 from divdec.data.records import read_records
-from divdec.evaluation.metrics import contains_fact
 from divdec.runs import locked_folder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.suites.aggregate import aggregate
+from divdec_research.suites.metrics import contains_fact
 from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import read_tofu
 from divdec_research.world import demo as demo

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import regex
 from jaxtyping import Float
 
 from divdec.evaluation.phrases import words
@@ -87,31 +86,12 @@ def rouge_l_recall(answer: str, truth: str) -> float:
 
     Words are those of Unicode (`divdec.evaluation.phrases.words`), English ones stemmed.
     """
-    return float(_scorer(unicode=True).score(truth, answer)["rougeL"].recall)
-
-
-def rouge(answer: str, truth: str) -> dict[str, float]:
-    """ROUGE of one answer under OpenUnlearning's names: rouge1_recall, rougeL_f1, rougeL_recall.
-
-    OpenUnlearning counts the letters a to z and digits only. A true answer with more letters of other scripts than of
-    the Latin one, or without any that it counts, is compared by the words of Unicode.
-    """
-    foreign = len(regex.findall(r"[^\P{L}\p{Latin}]", truth)) > len(regex.findall(r"\p{Latin}", truth))
-    scores = _scorer(unicode=foreign or not regex.search("[a-z0-9]", truth.lower())).score(truth, answer)
-    return {
-        "rouge1_recall": float(scores["rouge1"].recall),
-        "rougeL_f1": float(scores["rougeL"].fmeasure),
-        "rougeL_recall": float(scores["rougeL"].recall),
-    }
-
-
-def contains_fact(answer: str, fact: str) -> bool:
-    """Whether the answer states the fact word for word."""
-    return fact in answer
+    return float(rouge_scorer(unicode=True).score(truth, answer)["rougeL"].recall)
 
 
 @functools.cache
-def _scorer(*, unicode: bool) -> Any:
+def rouge_scorer(*, unicode: bool) -> Any:
+    """Return rouge_score's scorer of ROUGE-1 and ROUGE-L by stemmed words: those of Unicode, or its own of a to z."""
     from rouge_score import tokenize, tokenizers
     from rouge_score.rouge_scorer import RougeScorer
 

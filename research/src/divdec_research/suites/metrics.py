@@ -7,6 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import regex
+
+from divdec.evaluation.metrics import rouge_scorer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -74,6 +78,26 @@ def forget_quality(truth_ratios: Sequence[float], retain_truth_ratios: Sequence[
 def privleak(auc: float, retain_auc: float) -> float:
     """PrivLeak of MUSE in percent, from AUCs of min-k 40 %: 0 is ideal, negative is under-unlearned."""
     return ((1 - auc) - (1 - retain_auc)) / ((1 - retain_auc) + EPSILON) * 100
+
+
+def rouge(answer: str, truth: str) -> dict[str, float]:
+    """ROUGE of one answer under OpenUnlearning's names: rouge1_recall, rougeL_f1, rougeL_recall.
+
+    OpenUnlearning counts the letters a to z and digits only. A true answer with more letters of other scripts than of
+    the Latin one, or without any that it counts, is compared by the words of Unicode.
+    """
+    foreign = len(regex.findall(r"[^\P{L}\p{Latin}]", truth)) > len(regex.findall(r"\p{Latin}", truth))
+    scores = rouge_scorer(unicode=foreign or not regex.search("[a-z0-9]", truth.lower())).score(truth, answer)
+    return {
+        "rouge1_recall": float(scores["rouge1"].recall),
+        "rougeL_f1": float(scores["rougeL"].fmeasure),
+        "rougeL_recall": float(scores["rougeL"].recall),
+    }
+
+
+def contains_fact(answer: str, fact: str) -> bool:
+    """Whether the answer states the fact word for word."""
+    return fact in answer
 
 
 def gradient_norm(model: PreTrainedModel, example: Example) -> float:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import min_k, rouge
+from divdec.evaluation.metrics import min_k
 from divdec.evaluation.questions import (
     QuestionFormat,
     continuation,
@@ -24,7 +24,7 @@ from divdec.evaluation.questions import (
 )
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
-from divdec_research.suites.metrics import exact_memorization, extraction_strength
+from divdec_research.suites.metrics import exact_memorization, extraction_strength, rouge
 from divdec_research.suites.rows import question_in, read_rows, text_in
 from divdec_research.suites.settings import MuseSettings
 from divdec_research.suites.tofu import (

@@ -18,7 +18,7 @@ from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, own, together
-from divdec.evaluation.metrics import attack_auc, membership_scores, rouge
+from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.questions import QuestionFormat, decoded
 from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, score
@@ -34,6 +34,7 @@ from divdec_research.suites.metrics import (
     normalised_probability,
     privleak,
     prob_mean,
+    rouge,
     true_better,
     truth_ratio,
 )

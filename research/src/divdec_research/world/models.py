@@ -20,12 +20,13 @@ from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.formatting import Example, Format, encode_records, encode_set, padding_id
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.generation import answers
-from divdec.evaluation.metrics import contains_fact, rouge_l_recall
+from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, output_folder, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
+from divdec_research.suites.metrics import contains_fact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
