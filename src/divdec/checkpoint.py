@@ -459,12 +459,6 @@ def common_vocabulary(
     return min(widths.values())
 
 
-def common_vocabulary_of(paths: Mapping[str, Path]) -> int:
-    """Return the same for checkpoints on disk, by part."""
-    widths = {part: vocabulary_width(load_config(path)) for part, path in paths.items()}
-    return common_vocabulary(widths, {part: load_tokenizer(path) for part, path in paths.items()}, paths)
-
-
 def check_widths(
     widths: Mapping[str, int], tokenizers: Mapping[str, PreTrainedTokenizerBase], paths: Mapping[str, Path]
 ) -> None:

@@ -505,7 +505,7 @@ def bundle_card(config: DivergenceConfig, forget_set: str | None) -> str:
         rows["n-gram pair"] = f"`{config.ngram['folder']}`, weight {config.ngram.get('weight', 1.0):g}"
     if config.registry:
         rows["registry of takedown requests"] = f"`{config.registry['folder']}`"
-    return _card("A steered language model", "unlearning, divergence-decoding", BUNDLE_TEXT, rows) + BUNDLE_LIMITS
+    return model_card("A steered language model", "unlearning, divergence-decoding", BUNDLE_TEXT, rows) + BUNDLE_LIMITS
 
 
 def auxiliary_card(role: str, rows: dict[str, str]) -> str:
@@ -516,30 +516,16 @@ def auxiliary_card(role: str, rows: dict[str, str]) -> str:
         "Made with divdec as one of the two small auxiliaries that steer a larger model (Divergence Decoding). It is\n"
         f"not meant to be used alone{warning}."
     )
-    return _card(title, "unlearning, divergence-decoding, auxiliary", text, rows)
-
-
-def baseline_card(title: str, source: str, rows: dict[str, str]) -> str:
-    """Return the model card of a baseline.
-
-    Args:
-        title: name of the method in the paper's table.
-        source: its paper.
-        rows: facts about target, data and settings.
-    """
-    text = (
-        "Made with divdec, to be compared with Divergence Decoding: an unlearning method was applied to a target that\n"
-        f"had learned a forget set. Whether it has forgotten has to be measured.\n\nMethod: {source}"
-    )
-    return _card(title, "unlearning, baseline", text, rows)
+    return model_card(title, "unlearning, divergence-decoding, auxiliary", text, rows)
 
 
 def distilled_card(rows: dict[str, str]) -> str:
     """Return the model card of a distilled student; `rows` are facts about its training."""
     title = "A language model distilled from a steered one"
-    return _card(title, "unlearning, divergence-decoding, distillation", DISTILLED_TEXT, rows)
+    return model_card(title, "unlearning, divergence-decoding, distillation", DISTILLED_TEXT, rows)
 
 
-def _card(title: str, tags: str, text: str, rows: dict[str, str]) -> str:
+def model_card(title: str, tags: str, text: str, rows: dict[str, str]) -> str:
+    """Return a model card with a table; `tags` are those of the hub, with commas between them."""
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return CARD.format(title=title, tags=tags, text=text, rows=table)

@@ -23,10 +23,12 @@ from divdec.checkpoint import (
     COMPOSITE,
     CheckpointReference,
     check_weights,
-    common_vocabulary_of,
+    common_vocabulary,
     digests,
     load_config,
     load_model,
+    load_tokenizer,
+    vocabulary_width,
 )
 from divdec.configuration import TARGET_FIELDS, RemoteCodeConfig
 from divdec.decoding.cache import DivergenceCache
@@ -322,6 +324,12 @@ def write_composite(
     )
     tokenizer.save_pretrained(output)
     config.save_pretrained(output)
+
+
+def common_vocabulary_of(paths: Mapping[str, Path]) -> int:
+    """Return the width of the vocabulary that checkpoints share, by part; see `common_vocabulary`."""
+    widths = {part: vocabulary_width(load_config(path)) for part, path in paths.items()}
+    return common_vocabulary(widths, {part: load_tokenizer(path) for part, path in paths.items()}, paths)
 
 
 def _check_finite(

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from divdec.checkpoint import check_apart, common_vocabulary_of, input_digests, load_tokenizer
+from divdec.checkpoint import check_apart, input_digests, load_tokenizer
 from divdec.data.formatting import Format
 from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
 from divdec.options import read_template_kwargs
 from divdec.runs import RECORD, RunFolder, output_folder, path_digests
 from divdec.training.inputs import join_processes, limit_length, on_main, report_cut, report_sets, resolve_trainable
+from divdec_research.baselines.composite import common_vocabulary_of
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel, Method, method_of
 from divdec_research.baselines.settings import BaselineSettings, HelpedSettings

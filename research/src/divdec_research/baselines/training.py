@@ -13,21 +13,37 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock
 
-from divdec.checkpoint import check_weights, common_vocabulary_of, load_config, load_model
+from divdec.checkpoint import check_weights, load_config, load_model
 from divdec.data.formatting import Example
 from divdec.errors import UsageError
-from divdec.model.bundle import baseline_card
+from divdec.model.bundle import model_card
 from divdec.runs import output_folder, read_json, write_json, write_text
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune
 from divdec.training.inputs import Companion
 from divdec.training.settings import TrainingSettings
 from divdec_research.baselines.annotations import PreTrainedModel
+from divdec_research.baselines.composite import common_vocabulary_of
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel, Method
 from divdec_research.baselines.objective import RETAIN, TargetObjective
 
 STAGE = "stage.json"
+
+
+def _baseline_card(title: str, source: str, rows: dict[str, str]) -> str:
+    """Return the model card of a baseline.
+
+    Args:
+        title: name of the method in the paper's table.
+        source: its paper.
+        rows: facts about target, data and settings.
+    """
+    text = (
+        "Made with divdec, to be compared with Divergence Decoding: an unlearning method was applied to a target that\n"
+        f"had learned a forget set. Whether it has forgotten has to be measured.\n\nMethod: {source}"
+    )
+    return model_card(title, "unlearning, baseline", text, rows)
 
 
 def train_target(method: Method, objective: TargetObjective, output: Path) -> BuiltModel:
@@ -57,7 +73,7 @@ def train_target(method: Method, objective: TargetObjective, output: Path) -> Bu
             "seed": str(job.seed),
             **{name.replace("_", " "): str(value) for name, value in dataclasses.asdict(settings).items()},
         }
-        write_text(output / "README.md", baseline_card(method.title, method.source, rows))
+        write_text(output / "README.md", _baseline_card(method.title, method.source, rows))
         shutil.rmtree(folder, ignore_errors=True)
     PartialState().wait_for_everyone()
     notes = ("the run was resumed: its seconds are those since then",) if resumed else ()
