@@ -41,12 +41,12 @@ from divdec import DivergenceForCausalLM
 from divdec.checkpoint import CheckpointReference, load_model, load_tokenizer
 from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.inputs import Collator, model_inputs
 from divdec.training.settings import TrainingSettings
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.tofu import evaluate_tofu, read_tofu
 
 # The default list leaves these out.
@@ -235,7 +235,7 @@ def evaluation(given):
         python_of(given.openunlearning, given.openunlearning_python)  # before an hour is spent
     tokenizer = load_tokenizer(Path(given.model))
     data = read_tofu(given.data, given.split, given.holdout, given.limit)
-    layout = QuestionFormat(tokenizer)
+    layout = BenchmarkFormat(tokenizer)
     items = sum(len(questions) for questions in data.sets.values())
 
     def load(name):

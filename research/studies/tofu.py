@@ -32,7 +32,6 @@ from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, json_rows, read_records, read_text
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import answers
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, read_json, write_json
@@ -48,6 +47,7 @@ from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
 from divdec_research.suites.metrics import extraction_strength, rouge
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import read_tofu
 
@@ -94,7 +94,7 @@ EPOCHS = (1, 2, 4, 8)
 RELEARNING = TrainingSettings(epochs=float(EPOCHS[-1]), learning_rate=5e-5, batch_size=4)
 ANSWER = 64  # tokens of an answer after relearning
 FORM = Format(
-    system_prompt=QuestionFormat.system_prompt, date=QuestionFormat.date, max_length=QuestionFormat.max_length
+    system_prompt=BenchmarkFormat.system_prompt, date=BenchmarkFormat.date, max_length=BenchmarkFormat.max_length
 )
 FIGURES = {
     "forget prob": "forget_Q_A_Prob", "forget ROUGE": "forget_Q_A_ROUGE", "extraction": "extraction_strength",
@@ -273,7 +273,7 @@ def sweep(folder, split, bundle, file):
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
         model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
         sets = read_tofu(folder, split).sets
-        form, rows = QuestionFormat(load_tokenizer(bundle)), [{"rule": rule} for rule in SWEEP]
+        form, rows = BenchmarkFormat(load_tokenizer(bundle)), [{"rule": rule} for rule in SWEEP]
         rules = tuple(map(Steering.parse, SWEEP))
         for name in ("forget", "retain", "holdout"):
             examples = form.encode([question.record for question in sets[name]])

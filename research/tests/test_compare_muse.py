@@ -14,7 +14,6 @@ from rich.console import Console
 from divdec import UsageError, write_bundle
 from divdec.cli import main
 from divdec.data.formatting import Format, encode_records
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import Results, numbered
 from divdec.training.settings import TrainingSettings
 from divdec_research.compare import benchmark, muse_news, run
@@ -26,6 +25,7 @@ from divdec_research.compare.table import SeedResult, TrialSummary, best_of, sho
 from divdec_research.suites import muse
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.muse import MuseData
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.world.models import Recipe, Shape, train_tokenizer
 
 EMPTY = MuseComparison(MuseData({}, {}))
@@ -83,7 +83,7 @@ def test_models_learn_the_tokens_that_the_suite_asks(news):
     material, data = muse_small(news)
     tokenizer = train_tokenizer(material.texts, 400)
     examples = encode_records(material.forget.records, tokenizer, Format())
-    form = QuestionFormat(tokenizer, "plain")
+    form = BenchmarkFormat(tokenizer, "plain")
     for example, question in zip(examples[:6], data.knowmem["forget"], strict=True):
         assert example.input_ids[: example.prompt_length] == form.prompt(question)
     for example, text in zip(examples[6:], data.verbmem, strict=True):

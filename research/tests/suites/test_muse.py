@@ -9,9 +9,9 @@ import torch
 from divdec import UsageError
 from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.records import Message, Record
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites.muse import continuation, evaluate_muse, read_muse
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.results import read_results
 
 
@@ -70,7 +70,7 @@ def test_only_the_continuation_is_labelled(tokenizer):
 
 def test_the_plain_layout_labels_whole_answers(tokenizer):
     shots = (Record("In Velmora.", messages=(Message("user", "Where?"),)),)
-    layout = QuestionFormat(tokenizer, "plain", shots=shots)
+    layout = BenchmarkFormat(tokenizer, "plain", shots=shots)
     record = Record("Ana.", messages=(Message("user", "Who?"),))
     example = layout.encode([record])[0]
     assert tokenizer.decode(example.input_ids) == (

@@ -12,11 +12,11 @@ import torch.nn.functional as F  # noqa: N812
 
 from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.checkpoint import load_model, load_tokenizer
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites import tofu
 from divdec_research.suites.fluency import Fluency
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.results import read_results
 from divdec_research.suites.settings import TofuSettings
 from divdec_research.suites.tofu import evaluate_tofu, read_tofu
@@ -142,7 +142,7 @@ def test_loss_differences_are_due_to_oracle_rounding(oracle, shared):
     """OpenUnlearning sums exponentials along a strided dimension in float32; float64 sides with us."""
     model, tokenizer = load(oracle, "retain90"), load_tokenizer(oracle / "models/full")
     data = read_tofu(shared / "data/tofu", "forget01")
-    layout = QuestionFormat(tokenizer)
+    layout = BenchmarkFormat(tokenizer)
     example = layout.encode([data.sets["wf"][35].record])[0]
     theirs = read_results(oracle / "results/retain01").items["wf_Q_A_Prob"]["35"]["avg_loss"]
     input_ids, labels = torch.tensor([example.input_ids]), torch.tensor([example.labels])
@@ -244,7 +244,7 @@ class TestRejectsInvalidInput:
         plain.tokenizer.chat_template = None
         with pytest.raises(UsageError, match="no chat template; give --template plain"):
             evaluate_tofu(plain, read_tofu(files, "forget01"))
-        result = evaluate_tofu(plain, read_tofu(files, "forget01"), QuestionFormat(plain.tokenizer, "plain"))
+        result = evaluate_tofu(plain, read_tofu(files, "forget01"), BenchmarkFormat(plain.tokenizer, "plain"))
         assert result[0].figures["model_utility"] is not None
 
     def test_nan_logits(self, oracle, files):

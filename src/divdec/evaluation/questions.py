@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts, encode_records, label_answer
+from divdec.data.formatting import IGNORED, WHOLE, Example, Format, encode_prompts
 from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.options import read_template_kwargs
@@ -31,8 +31,6 @@ class QuestionFormat:
     template: Literal["chat", "plain"] = "chat"
     system_prompt: str | None = "You are a helpful assistant."
     date: str | None = "10 Apr 2025"
-    shots: tuple[Record, ...] = ()
-    """Examples before every question (plain layout)."""
     max_length: int = 512
     """Longest sequence of the plain layout, in tokens; a chat is never cut."""
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -41,7 +39,7 @@ class QuestionFormat:
     @classmethod
     def from_settings(
         cls, tokenizer: PreTrainedTokenizerBase, settings: QuestionSettings, max_length: int = 512
-    ) -> QuestionFormat:
+    ) -> Self:
         """Create the layout that the options of `divdec eval` describe."""
         return cls(
             tokenizer,
@@ -56,28 +54,14 @@ class QuestionFormat:
         if self.template == "chat" and not self.tokenizer.chat_template:
             raise UsageError("the tokenizer has no chat template; give --template plain")
 
-    def encode(self, records: Sequence[Record]) -> list[Example]:
-        """Tokenize prompts and answers; the answers and their end tokens are labelled.
-
-        Raises:
-            UsageError: no token of an answer is left.
-        """
-        new = [record for record in dict.fromkeys(records) if record not in self._examples]
-        if self.template == "chat":
-            examples = encode_records(new, self.tokenizer, self._chat_format)
-        else:
-            examples = [self._plain_example(record) for record in new]
-        self._examples.update(zip(new, examples, strict=True))
-        return [self._examples[record] for record in records]
-
     def prompts(self, records: Sequence[Record]) -> list[list[int]]:
         """Tokenize the prompts, which do not depend on the answers."""
         questions = [dataclasses.replace(record, answer="") for record in records]
         new = [record for record in dict.fromkeys(questions) if record not in self._prompts]
         if self.template == "chat":
-            ids = encode_prompts(new, self.tokenizer, self._chat_format)
+            ids = encode_prompts(new, self.tokenizer, self.chat_format)
         else:
-            ids = [self._plain(record)[: self.max_length] for record in new]
+            ids = [self.plain_ids(record)[: self.max_length] for record in new]
         self._prompts.update(zip(new, ids, strict=True))
         return [self._prompts[record] for record in questions]
 
@@ -85,46 +69,23 @@ class QuestionFormat:
         """Tokenize the prompt of one record."""
         return self.prompts([record])[0]
 
-    def truth(self, record: Record) -> str:
-        """Decode the answer's tokens after truncation; raise a `UsageError` if truncation removed the whole answer."""
-        ids = self.encode([record])[0].input_ids if self.template == "chat" else self._plain_whole(record)
-        text = decoded(self.tokenizer, ids).replace(decoded(self.tokenizer, self.prompt(record)), "").strip()
-        if not text:
-            raise UsageError(f"{record.location}: nothing is left of the answer within {self.max_length} tokens")
-        return text
-
     @functools.cached_property
     def _prompts(self) -> dict[Record, list[int]]:
         return {}
 
     @functools.cached_property
-    def _examples(self) -> dict[Record, Example]:
-        return {}  # an answer is scored, attacked and compared
-
-    @functools.cached_property
-    def _chat_format(self) -> Format:
+    def chat_format(self) -> Format:
+        """Layout of the chat template, without truncation."""
         kwargs = self.chat_template_kwargs
         return dataclasses.replace(WHOLE, system_prompt=self.system_prompt, date=self.date, chat_template_kwargs=kwargs)
 
-    def _plain_example(self, record: Record) -> Example:
-        # OpenUnlearning counts the prompt's tokens, and leaves the first token of many answers unlabelled.
-        example = label_answer(self.prompt(record), self._plain_whole(record))
-        if set(example.input_ids[example.prompt_length :]) <= set(self.tokenizer.all_special_ids):
-            raise UsageError(
-                f"{record.location}: no token of the answer is left within {self.max_length} tokens "
-                f"(the prompt alone has {len(self._plain(dataclasses.replace(record, answer='')))}); "
-                "give a greater --max-length"
-            )
-        return example
+    def plain_ids(self, record: Record) -> list[int]:
+        """Tokenize question and answer in the plain layout."""
+        return token_ids(self.tokenizer, self.plain_text(record))
 
-    def _plain_whole(self, record: Record) -> list[int]:
-        whole, end = self._plain(record)[: self.max_length], self.tokenizer.eos_token_id
-        return whole if whole[-1:] == [end] or not isinstance(end, int) else [*whole, end]
-
-    def _plain(self, record: Record) -> list[int]:
-        shots = "".join(f"Question: {question_of(shot)}\nAnswer: {shot.answer}\n\n" for shot in self.shots)
-        text = f"{shots}Question: {question_of(record)}\nAnswer: {record.answer}"
-        return list(self.tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
+    def plain_text(self, record: Record) -> str:
+        """Return question and answer in the plain layout."""
+        return f"Question: {question_of(record)}\nAnswer: {record.answer}"
 
 
 def question_of(record: Record) -> str:

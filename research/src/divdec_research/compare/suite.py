@@ -12,7 +12,6 @@ import numpy as np
 from divdec.data.formatting import Format
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation.questions import QuestionFormat
 from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites import muse, tofu
@@ -33,6 +32,7 @@ from divdec_research.suites.aggregate import (
 )
 from divdec_research.suites.metrics import privleak
 from divdec_research.suites.muse import MuseData, evaluate_muse
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.tofu import TofuData, evaluate_tofu
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ComparisonSuite(abc.ABC):
         """Return the questions of the set 'forget' or 'retain'."""
 
     @abc.abstractmethod
-    def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> BenchmarkFormat:
         """Return the layout of the questions."""
 
     @abc.abstractmethod
@@ -130,10 +130,10 @@ class TofuComparison(ComparisonSuite):
         """See `ComparisonSuite.questions`."""
         return tuple(question.record for question in self.data.sets[name])
 
-    def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> BenchmarkFormat:
         """See `ComparisonSuite.layout`."""
         form = self.form
-        return QuestionFormat(tokenizer, system_prompt=form.system_prompt, date=form.date, max_length=form.max_length)
+        return BenchmarkFormat(tokenizer, system_prompt=form.system_prompt, date=form.date, max_length=form.max_length)
 
     def compute_figures(self, results: Results) -> None:
         """See `ComparisonSuite.compute_figures`."""
@@ -180,9 +180,9 @@ class MuseComparison(ComparisonSuite):
         """See `ComparisonSuite.questions`."""
         return self.data.knowmem[name]
 
-    def layout(self, tokenizer: PreTrainedTokenizerBase) -> QuestionFormat:
+    def layout(self, tokenizer: PreTrainedTokenizerBase) -> BenchmarkFormat:
         """See `ComparisonSuite.layout`."""
-        return QuestionFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=LONGEST_PROMPT)
+        return BenchmarkFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=LONGEST_PROMPT)
 
     def compute_figures(self, results: Results) -> None:
         """See `ComparisonSuite.compute_figures`."""

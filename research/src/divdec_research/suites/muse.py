@@ -17,7 +17,6 @@ from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import min_k
 from divdec.evaluation.questions import (
-    QuestionFormat,
     continuation,
     decoded,
     token_ids,
@@ -25,6 +24,7 @@ from divdec.evaluation.questions import (
 from divdec.evaluation.results import Results, numbered
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites.metrics import exact_memorization, extraction_strength, rouge
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.rows import question_in, read_rows, text_in
 from divdec_research.suites.settings import MuseSettings
 from divdec_research.suites.tofu import (
@@ -137,7 +137,7 @@ def evaluate_muse(
     run = _MuseRun(model, data, batch_size, results)
     stages = [run.score_texts]
     for name, records in data.knowmem.items():
-        form = QuestionFormat(model.tokenizer, "plain", shots=data.shots[name], max_length=max_length)
+        form = BenchmarkFormat(model.tokenizer, "plain", shots=data.shots[name], max_length=max_length)
         truths = [form.truth(record) for record in records]  # first, so that a prompt that does not fit is refused
         metric, prompts = f"{name}_knowmem_ROUGE", form.prompts(records)
         stages.append(functools.partial(run.generate, metric, prompts, truths, KNOWMEM_TOKENS, STOPS))

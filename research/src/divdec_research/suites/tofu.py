@@ -19,7 +19,7 @@ from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, own, together
 from divdec.evaluation.metrics import attack_auc, membership_scores
-from divdec.evaluation.questions import QuestionFormat, decoded
+from divdec.evaluation.questions import decoded
 from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, score
 from divdec.runs import settings_hash
@@ -38,6 +38,7 @@ from divdec_research.suites.metrics import (
     true_better,
     truth_ratio,
 )
+from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.results import read_results, write_openunlearning
 from divdec_research.suites.rows import question_in, read_rows, text_in, texts_in
 from divdec_research.suites.settings import BenchmarkSettings, TofuSettings
@@ -189,7 +190,7 @@ class TofuSuite(BenchmarkSuite):
         if reference is not None and reference.get_vocab() != model.tokenizer.get_vocab():
             raise UsageError(f"--reference {self.settings.reference} has another tokenizer than the model")
         return evaluate_tofu(
-            model, self.data, QuestionFormat.from_settings(model.tokenizer, self.settings, self.settings.max_length),
+            model, self.data, BenchmarkFormat.from_settings(model.tokenizer, self.settings, self.settings.max_length),
             batch_size=self.settings.batch_size, retain_results=self.retained, fluency=self.fluency,
             reference=self.reference, earlier=earlier, save=save,
         )  # fmt: skip
@@ -233,7 +234,7 @@ def _load_fluency(checkpoint: str | None, report: Callable[[str], None]) -> Flue
 def evaluate_tofu(
     model: EvaluatedModel,
     data: TofuData,
-    form: QuestionFormat | None = None,
+    form: BenchmarkFormat | None = None,
     *,
     batch_size: int = 32,
     retain_results: Results | None = None,
@@ -266,7 +267,7 @@ def evaluate_tofu(
     if retain_results is not None:
         _check_retained(retain_results, data)
     results = list(earlier) if earlier else [Results("", "tofu", split=data.split) for _ in model.settings]
-    run = _TofuRun(model, data, form or QuestionFormat(model.tokenizer), batch_size, results)
+    run = _TofuRun(model, data, form or BenchmarkFormat(model.tokenizer), batch_size, results)
     stages: list[Callable[[], None]] = [run.score_answers]
     reasons: dict[str, str] = {}
     if "holdout" not in data.sets:
@@ -319,7 +320,7 @@ def run_stages(
 class _TofuRun:
     model: EvaluatedModel
     data: TofuData
-    form: QuestionFormat
+    form: BenchmarkFormat
     batch_size: int
     results: list[Results]
 
