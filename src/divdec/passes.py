@@ -48,18 +48,12 @@ def logits_of(
     position_ids: Int[Tensor, "batch_or_one tokens"] | None,
     cache: Cache | None,
     logits_to_keep: int = 0,
-    *,
-    embeddings: Float[Tensor, "batch tokens features"] | None = None,
 ) -> Float[Tensor, "batch kept width"]:
-    """Run one forward pass on the model's device, with the arguments that its architecture accepts.
-
-    `embeddings` replace those of the tokens.
-    """
+    """Run one forward pass on the model's device, with the arguments that its architecture accepts."""
     device = device_of(model)
     accepted = _forward_parameters(type(model))
     arguments: dict[str, Any] = {
-        "input_ids": input_ids if embeddings is None else None,
-        "inputs_embeds": embeddings,
+        "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
         "past_key_values": cache,

@@ -84,14 +84,12 @@ class CompositeDecoding:
 
         return TokenCache()
 
-    def model_logits(
-        self, step: Step, cache: Cache | None, name: str = TARGET, **options: Any
-    ) -> Float[Tensor, "batch kept width"]:
-        """Compute one model's logits at the kept positions in float32; `options` are those of `passes.logits_of`."""
+    def model_logits(self, step: Step, cache: Cache | None, name: str = TARGET) -> Float[Tensor, "batch kept width"]:
+        """Compute one model's logits at the kept positions in float32."""
         from divdec.passes import logits_of
 
         inputs = (step.input_ids, step.attention_mask, step.position_ids)
-        return logits_of(self.models[name], *inputs, cache, step.logits_to_keep, **options).float()
+        return logits_of(self.models[name], *inputs, cache, step.logits_to_keep).float()
 
     def tokens(self, step: Step, cache: Cache | None) -> list[list[int]]:
         """All tokens of each row, −1 for padding; adds the new ones to the token cache."""

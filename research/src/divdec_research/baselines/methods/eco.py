@@ -85,7 +85,8 @@ class Eco(CompositeDecoding):
         embeddings = embedding(step.input_ids.to(embedding.weight.device))
         noise = self.noise(step.position_ids).expand(len(embeddings), -1, -1).to(embeddings.device)
         embeddings = corrupt(embeddings, mask.to(embeddings.device), noise, self.corruption)
-        corrupted = self.model_logits(step, caches[1], embeddings=embeddings)
+        with embedding.register_forward_hook(lambda *_: embeddings):
+            corrupted = self.model_logits(step, caches[1])
         return corrupted.where(reading.forget[..., None].to(clean.device), clean)
 
     def noise(self, position_ids: Int[Tensor, "batch_or_one tokens"]) -> Float[Tensor, "batch_or_one tokens dims"]:
