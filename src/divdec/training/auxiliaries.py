@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from divdec.checkpoint import (
     CheckpointReference,
@@ -159,8 +158,7 @@ class Separation:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values, with the faults and a summary."""
-        fields = {"forget_loss": list(self.forget_loss), "retain_loss": list(self.retain_loss), "faults": self.faults}
-        return dataclasses.asdict(self) | fields | {"summary": str(self)}
+        return dataclasses.asdict(self) | {"faults": self.faults, "summary": str(self)}
 
 
 def measure_separation(
@@ -780,15 +778,16 @@ class _PairTrainer:
 
     def _measure(self) -> dict[str, Any]:
         """Measure the pair on the main process; the others receive the result."""
-        results: list[Any] = [None]
-        if PartialState().is_main_process:
+
+        def measure() -> Separation:
             device: Any = PartialState().device
             q, p = (
                 load_for_training(self.output / name, dtype=dtype_for_passes()).to(device).eval()
                 for name in (RETAIN, FORGET)
             )
-            results = [measure_separation(q, p, **self.inputs.examples, batch_size=self.settings.batch_size)]
-        separation: Separation = broadcast_object_list(results)[0]
+            return measure_separation(q, p, **self.inputs.examples, batch_size=self.settings.batch_size)
+
+        separation = on_main(measure)
         self.report(f"measured: {separation}")
         for fault in separation.faults:
             self.report(f"the pair does not fit yet: {fault}")
