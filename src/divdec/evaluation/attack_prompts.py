@@ -103,9 +103,7 @@ def write_prompts(path: Path, questions: Sequence[str], prompts: Sequence[Sequen
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def prompts_from_endpoint(
-    endpoint: Endpoint, question: str, answer: str, count: int, *, seed: int = 0, temperature: float = 1.0
-) -> list[str]:
+def prompts_from_endpoint(endpoint: Endpoint, question: str, answer: str, count: int, *, seed: int = 0) -> list[str]:
     """Let another model write attack prompts; it gets the question, never the answer.
 
     Duplicates and prompts that contain the answer (see `template_prompts`) are dropped. Another call may give other
@@ -118,7 +116,7 @@ def prompts_from_endpoint(
     prompts: dict[str, None] = {}
     fruitless = 0
     for request in itertools.count():
-        written = _request(endpoint, question, seed + 2 * request, temperature)
+        written = _request(endpoint, question, seed + 2 * request)
         new = dict.fromkeys(prompt for prompt in written if secret.allows(prompt) and prompt not in prompts)
         prompts |= new
         fruitless = 0 if new else fruitless + 1
@@ -173,14 +171,14 @@ def _indices_of(row: Mapping[str, Any], location: str, indices: Mapping[str, lis
     return indices[question]
 
 
-def _request(endpoint: Endpoint, question: str, seed: int, temperature: float) -> list[str]:
+def _request(endpoint: Endpoint, question: str, seed: int) -> list[str]:
     messages = [
         {"role": "system", "content": INSTRUCTION},
         {"role": "user", "content": f"Write {PROMPTS_A_REQUEST} prompts for this question: {question}"},
     ]
     reply = ""
     for attempt in range(2):
-        reply = endpoint.complete(messages, temperature=temperature, max_tokens=4096, seed=seed + attempt)
+        reply = endpoint.complete(messages, temperature=1.0, max_tokens=4096, seed=seed + attempt)
         try:
             listed = json.loads(reply[reply.index("[") : reply.rindex("]") + 1])
         except ValueError:
