@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from divdec.bridge.alignment import AlignedSequence, AuxiliaryInput, DivergenceMapper, Retokenizer
-from divdec.data.formatting import common_prefix_length
+from divdec.data.formatting import common_prefix_length, padded
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import check_pair
 from divdec.experts.protocol import Experts, Inputs
@@ -274,7 +274,7 @@ class RaggedPairCache:
         width = max(map(len, added))
         padding = torch.tensor([[width - len(ids)] for ids in added])
         columns = torch.arange(width)[None]
-        input_ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in added])
+        input_ids = padded(added, 0, left=True)
         positions = (torch.tensor(lengths)[:, None] + columns - padding).clamp(min=0)
         used = torch.cat([self._used, columns >= padding], dim=1)
         caches = self._caches or [None, None]

@@ -224,12 +224,10 @@ def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, for
 def padded(rows: Sequence[Sequence[int]], value: int, *, left: bool = False) -> Tensor:
     """Pad rows to the length of the longest, on the right or on the left: int64 [batch, width]."""
     import torch  # here, because counting n-grams and the registry need no torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    width = max(map(len, rows))
-    filling = [[value] * (width - len(row)) for row in rows]
-    return torch.tensor(
-        [[*fill, *row] if left else [*row, *fill] for row, fill in zip(rows, filling, strict=True)], dtype=torch.long
-    )
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left" if left else "right")
 
 
 def left_padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
