@@ -103,7 +103,7 @@ def test_result_folders_are_named_after_models(shared, tmp_path):
 
 def test_interrupted_evaluation_is_resumed(steered, tofu, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr(EvaluatedModel, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(tofu_suite, "continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 130
     monkeypatch.undo()
     assert read_results(out).figures["extraction_strength"] > 0

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example, padded
 from divdec.errors import UsageError
-from divdec.evaluation.generation import continuations, is_main, number_of_processes, own, together
+from divdec.evaluation.generation import is_main, number_of_processes, own, together
 from divdec.experts.neural import ReadAhead
 from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
@@ -111,10 +111,6 @@ class EvaluatedModel:
             assert setting is not None
             self.model.steering = setting
         return self.model
-
-    def continuations(self, setting: Steering | None, prompts: Sequence[Sequence[int]], **options: Any) -> list[Any]:
-        """Continue prompts greedily under one setting; see `divdec.evaluation.generation.continuations`."""
-        return continuations(self.under(setting), self.tokenizer, prompts, **options)
 
 
 def score(

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from divdec.data.records import Record
 from divdec.errors import UsageError
+from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import min_k
 from divdec.evaluation.questions import (
     continuation,
@@ -207,9 +208,10 @@ class _MuseRun:
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if metric in results.items:
                 continue
-            outputs = self.model.continuations(
-                setting, prompts, max_new_tokens=max_new_tokens, batch_size=self.batch_size, title=metric, **options
-            )
+            outputs = continuations(
+                self.model.under(setting), tokenizer, prompts,
+                max_new_tokens=max_new_tokens, batch_size=self.batch_size, title=metric, **options,
+            )  # fmt: skip
             for index, (prompt, ids, truth) in enumerate(zip(prompts, outputs, truths, strict=True)):
                 text = decoded(tokenizer, ids)
                 for stop in stops:

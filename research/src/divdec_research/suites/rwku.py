@@ -24,7 +24,7 @@ import regex
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import Message, Record
 from divdec.errors import UsageError
-from divdec.evaluation.generation import is_main
+from divdec.evaluation.generation import continuations, is_main
 from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.questions import QuestionFormat, continuation, decoded, token_ids
 from divdec.evaluation.results import Results, write_results
@@ -315,7 +315,7 @@ class _RwkuRun:
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if task.metric in results.items:
                 continue
-            outputs = self.model.continuations(setting, prompts, **options)
+            outputs = continuations(self.model.under(setting), self.model.tokenizer, prompts, **options)
             for index, (item, prompt, ids) in enumerate(zip(items, prompts, outputs, strict=True)):
                 text = decoded(self.form.tokenizer, ids).partition(task.stop or "\0")[0].strip()
                 score = measure(text, item.answers)

@@ -17,7 +17,7 @@ from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_pass
 from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation.generation import is_main, own, together
+from divdec.evaluation.generation import continuations, is_main, own, together
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.questions import decoded
 from divdec.evaluation.results import Results, numbered, write_results
@@ -399,9 +399,10 @@ class _TofuRun:
                 continue
             title = f"generating {setting or ''}".strip()
             # All sets together: fewer batches take fewer steps.
-            outputs = self.model.continuations(
-                setting, prompts, max_new_tokens=NEW_TOKENS, batch_size=4 * self.batch_size, title=title
-            )
+            outputs = continuations(
+                self.model.under(setting), self.model.tokenizer, prompts,
+                max_new_tokens=NEW_TOKENS, batch_size=4 * self.batch_size, title=title,
+            )  # fmt: skip
             for (name, index, question), prompt, ids in zip(questions, prompts, outputs, strict=True):
                 text = decoded(self.form.tokenizer, ids).strip()
                 records = question.answers()
