@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,11 +15,11 @@ from divdec.data.records import Record
 from divdec.errors import UsageError
 from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
+from divdec_research.report.scores import RESAMPLED
 from divdec_research.suites import muse, tofu
 from divdec_research.suites.aggregate import (
     AGGREGATES,
     DISTANCES,
-    FLUENCY,
     FORGET_KNOWMEM,
     RETAIN_KNOWMEM,
     VERBMEM,
@@ -27,7 +28,6 @@ from divdec_research.suites.aggregate import (
     aggregate,
     distance_to_retrain,
     muse_distances,
-    needed,
     tofu_figures,
 )
 from divdec_research.suites.metrics import privleak
@@ -82,12 +82,20 @@ class ComparisonSuite(abc.ABC):
         """Compute the figures of results from their items."""
 
     @abc.abstractmethod
+    def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
+        """Compute the scores of figures, or of arrays with a figure for each draw; None where they do not allow it."""
+
     def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
         """Compute scores and figures against the target and the retrained model."""
+        figures = tofu_figures(results)
+        values = {name: figures.get(name) for name in self.figures} | self.score(figures, target, retrain)
+        return {name: None if value is None else float(value) for name, value in values.items()}
 
-    @abc.abstractmethod
     def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
         """Compute the scores in every draw of a bootstrap over the items."""
+        drawn, _ = Resampler(results, bootstrap).figures(RESAMPLED[self.name])
+        scores = self.score(drawn, target, retrain)
+        return {name: np.asarray(value) for name, value in scores.items() if value is not None}
 
     def half_of(self, results: Results, half: int) -> Results:
         """Results on one half of each set's items: those with even (0) or odd (1) numbers."""
@@ -139,19 +147,9 @@ class TofuComparison(ComparisonSuite):
         """See `ComparisonSuite.compute_figures`."""
         tofu.compute_figures(results)
 
-    def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
-        """See `ComparisonSuite.values`."""
-        figures = tofu_figures(results)
-        scores = aggregate(figures, target.figures, retrain.figures, self.variant)
-        return _numbers({**{name: figures.get(name) for name in self.figures}, **scores.values})
-
-    def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
-        """See `ComparisonSuite.draws`."""
-        fluency = all(of.figures.get(FLUENCY) is not None for of in (results, target))
-        names = [name for names in needed(self.variant, fluency=fluency).values() for name in names]
-        drawn, _ = Resampler(results, bootstrap).figures(names)
-        scores = aggregate(drawn, target.figures, retrain.figures, self.variant, fluency=fluency)
-        return {name: np.asarray(value) for name, value in scores.values.items() if value is not None}
+    def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
+        """See `ComparisonSuite.score`."""
+        return aggregate(figures, target.figures, retrain.figures, self.variant).values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,18 +186,8 @@ class MuseComparison(ComparisonSuite):
         """See `ComparisonSuite.compute_figures`."""
         muse.compute_figures(results)
 
-    def values(self, results: Results, target: Results, retrain: Results) -> dict[str, float | None]:
-        """See `ComparisonSuite.values`."""
-        return _numbers({**{name: results.figures.get(name) for name in self.figures},
-                         **self._score(results.figures, target, retrain)})  # fmt: skip
-
-    def draws(self, results: Results, target: Results, retrain: Results, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
-        """See `ComparisonSuite.draws`."""
-        drawn, _ = Resampler(results, bootstrap).figures((VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM, ATTACK))
-        scores = self._score(drawn, target, retrain)
-        return {name: np.asarray(value) for name, value in scores.items() if value is not None}
-
-    def _score(self, figures: Any, target: Results, retrain: Results) -> dict[str, Any]:
+    def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
+        """See `ComparisonSuite.score`."""
         names = (VERBMEM, FORGET_KNOWMEM, RETAIN_KNOWMEM)
         scores: dict[str, Any] = {name: figures.get(name) for name in names}
         scores |= muse_distances(figures, target.figures, retrain.figures).values
@@ -209,7 +197,3 @@ class MuseComparison(ComparisonSuite):
         if auc is not None and reference is not None:
             scores["privleak"] = np.vectorize(privleak)(auc, reference)  # a draw each
         return scores
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, float | None]:
-    return {name: None if value is None else float(value) for name, value in values.items()}
