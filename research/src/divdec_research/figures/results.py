@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY, Results
@@ -15,34 +14,23 @@ from divdec_research.baselines.table import DIVDEC, METHODS, REFERENCES, TITLES,
 from divdec_research.figures.registry import FigureRequest, Source, missing_data, run_path
 from divdec_research.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
 from divdec_research.suites.aggregate import AGGREGATES
-from divdec_research.suites.results import find_results, identify, read_results
+from divdec_research.suites.results import Identity, find_results, identify, read_results
 
 COMPARISON = "comparison.json"
 NO_BEST = "(no setting is best)"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
-@dataclasses.dataclass(frozen=True)
-class MethodResult:
-    """Scores of a method under one setting."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodResult(Identity):
+    """Scores of a method under one setting, which is written as in the paper's figures."""
 
-    method: str
-    """A key of `DIVDEC`, `REFERENCES` or the baselines, or another model's name."""
-    setting: str
     values: Mapping[str, float | None]
     intervals: Mapping[str, Interval]
     source: Source
     suite: str
     title: str = ""
     """Name in the paper's tables."""
-    rule: str | None = None
-    """'linear' or 'rank'."""
-    strength: float | None = None
-    """α or k."""
-    family: str = ""
-    """The auxiliaries."""
-    size: float | None = None
-    """Parameters of each auxiliary in 10⁹, 0 of n-grams."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a value is missing."""
     seeds: int = 1
@@ -143,15 +131,15 @@ def source_names(results: Sequence[MethodResult]) -> tuple[str, ...]:
 def _score(
     folders: Mapping[Path, tuple[Source, Results]], roles: Mapping[str, set[Path]], request: FigureRequest
 ) -> list[MethodResult]:
-    identities: dict[Path, dict[str, Any]] = {
-        path: {"method": role, "setting": ""}
+    identities = {
+        path: Identity(role)
         if (role := next((role for role in roles if path in roles[role]), None))
         else _identify(results, path, source.run)
         for path, (source, results) in folders.items()
     }
     references: dict[str, tuple[Source, Results]] = {}
     for path in folders:
-        role, source = identities[path]["method"], folders[path][0]
+        role, source = identities[path].method, folders[path][0]
         if role in REFERENCES and (role not in roles or path in roles[role]):
             if role in references:
                 raise UsageError(
@@ -164,13 +152,13 @@ def _score(
     scored_results = []
     for path, (source, results) in folders.items():
         scored = scorer.score(Entry(path.name, path, results))
-        identity: dict[str, Any] = dict(identities[path])
-        if identity["method"] in REFERENCES and not (results is target or results is retrain):
-            identity = {"method": path.name, "title": path.name, "setting": ""}  # the options name another one
+        identity, title = identities[path], ""
+        if identity.method in REFERENCES and not (results is target or results is retrain):
+            identity, title = Identity(path.name), path.name  # the options name another one
         scored_results.append(
             MethodResult(
-                **identity, values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
-                reasons=scored.aggregates.reasons,
+                **vars(identity), values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
+                title=title, reasons=scored.aggregates.reasons,
             )
         )  # fmt: skip
     return scored_results
@@ -193,36 +181,37 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
         intervals = {name: (low, high) for name, (low, high) in row["intervals"].items()}
         results.append(
             MethodResult(
-                method, setting.replace("learning_rate", "lr").replace("_", " "), row["values"], intervals, source,
-                suite, rule=rule, strength=strength, seeds=len(row.get("seeds", ())),
+                method, setting.replace("learning_rate", "lr").replace("_", " "), rule=rule, strength=strength,
+                values=row["values"], intervals=intervals, source=source, suite=suite,
+                seeds=len(row.get("seeds", ())),
             )
         )  # fmt: skip
     return results
 
 
-def _identify(results: Results, folder: Path, run: Path) -> dict[str, Any]:
-    """Method, setting, rule, strength, size and family, from `run.json`; of the paper's files from their names."""
+def _identify(results: Results, folder: Path, run: Path) -> Identity:
+    """Identity from `run.json`; of the paper's files from their names."""
     identity = identify(results, folder)
     if identity.rule in ("linear", "rank") and identity.strength is not None:
         family = identity.family.removeprefix("dd_")
-        return {
-            "method": identity.rule, "setting": _strength_text(identity.rule, identity.strength),
-            "rule": identity.rule, "strength": identity.strength, "size": identity.size,
-            "family": "" if family in ("linear", "rank") else family,
-        }  # fmt: skip
+        return dataclasses.replace(
+            identity,
+            setting=_strength_text(identity.rule, identity.strength),
+            family="" if family in ("linear", "rank") else family,
+        )
     if "method" not in results.about:
         return _published_identity(folder, run)
     known = identity.method in (*METHODS, *REFERENCES, *DIVDEC)
-    return {"method": identity.method, "setting": identity.setting if known else "", "title": ""}
+    return Identity(identity.method, identity.setting if known else "")
 
 
-def _published_identity(folder: Path, run: Path) -> dict[str, Any]:
+def _published_identity(folder: Path, run: Path) -> Identity:
     """Method and setting by the folder names of the paper's files, such as `npo_4e-6/checkpoint-26`.
 
     The method is that of the deepest folder named after one; the rest of the names is the setting.
     """
     if folder.name.lower() in REFERENCES:
-        return {"method": folder.name.lower(), "setting": ""}
+        return Identity(folder.name.lower())
     names = {**{name.replace("-", ""): name for name in METHODS}, "distill": "distill"}
     parts = [name for name in folder.parts[len(run.resolve().parts) - 1 :] if not _CHECKPOINT.fullmatch(name)]
     for index in reversed(range(len(parts))):
@@ -230,8 +219,8 @@ def _published_identity(folder: Path, run: Path) -> dict[str, Any]:
             pattern = "[-_]?".join(map(re.escape, name))
             if match := re.match(rf"{pattern}(?![a-z])[-_]?", parts[index], flags=re.IGNORECASE):
                 setting = " ".join(filter(None, (parts[index][match.end() :], *parts[index + 1 :])))
-                return {"method": names[name], "setting": setting}
-    return {"method": parts[-1], "title": parts[-1], "setting": ""}
+                return Identity(names[name], setting)
+    return Identity(parts[-1])
 
 
 def _add_titles(results: list[MethodResult]) -> list[MethodResult]:

@@ -31,7 +31,6 @@ class Identity:
     """The auxiliaries of a steered model, or the model; results of one rule and family are points of one curve."""
     size: float | None = None
     """Parameters in 10⁹: of each auxiliary of a steered model (0 of n-grams), else of the model."""
-    seed: int | None = None
     rule: str | None = None
     """'linear' or 'rank'; 'scal' or 'sust' for the steps of a sequence of forget sets."""
     strength: float | None = None
@@ -99,13 +98,13 @@ def identify(results: Results, folder: Path) -> Identity:
     content = {**results.about, **(record.get("result") or {})}
     parent = folder.absolute().parent.name
     family = str(content.get("family") or Path(str(content.get("model") or parent)).name)
-    method, size, seed = content.get("method"), content.get("size"), content.get("seed")
+    method, size = content.get("method"), content.get("size")
     sequence, step = content.get("sequence"), content.get("step")
     if sequence in ("scal", "sust") and isinstance(step, int):
-        return Identity(str(method or sequence), str(step), parent, size, seed, sequence, float(step))
+        return Identity(str(method or sequence), str(step), parent, size, sequence, float(step))
     match = _STEERING.fullmatch(str(content.get("steering")))
     if match is None and "method" in content:
-        return Identity(str(method), str(content.get("setting") or ""), family, size, seed)
+        return Identity(str(method), str(content.get("setting") or ""), family, size)
     if match is not None:
         rule, setting = match["rule"], match[0]
     else:
@@ -113,14 +112,14 @@ def identify(results: Results, folder: Path) -> Identity:
         if match is None:
             return Identity(folder.name)
         rule = "linear" if match["rule"] in ("linear", "alpha") else "rank"
-        setting, seed = f"{rule}:{match['value']}", None
+        setting = f"{rule}:{match['value']}"
         family = match["family"] or parent
         parameters = _SIZE.search(family)
         size = None if parameters is None else float(parameters[1]) / (1000 if parameters[2] in "mM" else 1)
         size = 0.0 if _NGRAMS.search(family) else size
     family = f"{family} {match['fill']}" if match["fill"] in ("hard", "full") else family
     family = f"{family} margin {match['margin']}" if match["margin"] else family
-    return Identity(rule, setting, family, size, seed, rule, float(match["value"]))
+    return Identity(rule, setting, family, size, rule, float(match["value"]))
 
 
 def _folder(path: str | Path) -> Path:
