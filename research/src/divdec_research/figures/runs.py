@@ -21,7 +21,7 @@ from divdec_research.bench.results import compute_figure, latency_figure
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results
 from divdec_research.report import gradient_depth
-from divdec_research.report.charts import Band, LeakCurve, band_panels, leak_curves
+from divdec_research.report.charts import Dot, LeakCurve, Series, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
 from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM
 from divdec_research.suites.results import FILES, identify, read_results
@@ -277,14 +277,15 @@ def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float
         groups.setdefault(step["protocol"], {}).setdefault(step["method"], []).append(step)
     panels = {
         protocol: [
-            Band(
-                method, SEQUENCE_STYLES.get(method, OTHERS), [row["step"] for row in rows],
-                [row["distance"] for row in rows], *zip(*(row["distance_interval"] for row in rows), strict=True),
+            Series(
+                method,
+                SEQUENCE_STYLES.get(method, OTHERS),
+                tuple(Dot(row["step"], row["distance"], y_interval=row["distance_interval"]) for row in rows),
             )
             for method, rows in methods.items()
         ]
         for protocol, methods in groups.items()
-    }  # fmt: skip
+    }
     figure = Figure(figsize=(9.0, 4.1), layout="constrained")
     grid = band_panels(figure, panels, "requests so far")
     for axes in grid:

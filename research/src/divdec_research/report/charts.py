@@ -86,18 +86,6 @@ class Plot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
-    """A line over integers with its interval."""
-
-    label: str
-    style: SeriesStyle
-    x: Sequence[int]
-    y: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True)
 class Bar:
     """A method's score."""
 
@@ -238,15 +226,16 @@ def roc(axes: Axes, plot: Plot) -> None:
     axes.grid(True)
 
 
-def band_panels(figure: Figure, panels: Mapping[str, Sequence[Band]], x_label: str) -> list[Axes]:
-    """Draw bands into panels side by side with a common y axis, by title."""
+def band_panels(figure: Figure, panels: Mapping[str, Sequence[Series]], x_label: str) -> list[Axes]:
+    """Draw lines over integers, with bands of their intervals, into panels side by side with a common y axis."""
     from matplotlib.ticker import MaxNLocator
 
     result = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
-    for axes, (title, bands) in zip(result, panels.items(), strict=True):
-        for band in bands:
-            draw_band(axes, list(zip(band.x, band.low, band.high, strict=True)), band.style, alpha=0.2)
-            draw_line(axes, band.x, band.y, band.style, edge=0, label=band.label)
+    for axes, (title, lines) in zip(result, panels.items(), strict=True):
+        for line in lines:
+            draw_band(axes, [(dot.x, *dot.y_interval) for dot in line.dots if dot.y_interval], line.style, alpha=0.2)
+            xs, ys = [dot.x for dot in line.dots], [dot.y for dot in line.dots]
+            draw_line(axes, xs, ys, line.style, edge=0, label=line.name)
         axes.set_title(title)
         axes.set_xlabel(x_label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

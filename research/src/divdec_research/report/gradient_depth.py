@@ -10,7 +10,7 @@ from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
 from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json, write_text
-from divdec_research.report.charts import Band, band_panels
+from divdec_research.report.charts import Dot, Series, band_panels
 from divdec_research.report.scores import best_index
 from divdec_research.report.tables import terminal_table
 from divdec_research.suites.aggregate import Bootstrap
@@ -113,11 +113,10 @@ def depth_figure(rows: Sequence[Row], level: float) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    panels: dict[str, list[Band]] = {}
+    panels: dict[str, list[Series]] = {}
     for (name, component), group in _by_set_and_part(rows).items():
-        columns = ([row[column] for row in group] for column in ("layer", "mean", "low", "high"))
-        band = Band(name, SETS.get(name, OTHERS), *columns)
-        panels.setdefault(TITLES.get(component, component), []).append(band)
+        dots = tuple(Dot(row["layer"], row["mean"], y_interval=(row["low"], row["high"])) for row in group)
+        panels.setdefault(TITLES.get(component, component), []).append(Series(name, SETS.get(name, OTHERS), dots))
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     grid = band_panels(figure, panels, "layer (0: next to the embeddings)")
     for axes in grid:
