@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, set_seed
 from divdec.checkpoint import check_apart
 from divdec.decoding.processors import ClassifierFreeGuidance
 from divdec.errors import UsageError
-from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_bytes, write_json
+from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_bytes, write_json
 from divdec.steering import Steering
 from divdec_research.images.codecs import Codec, Codes, Images
 from divdec_research.images.files import grid, png
@@ -118,7 +118,7 @@ def sample_to_folder(
         FailedClosed: the model could not be steered.
     """
     output = Path(settings.output).expanduser()
-    check_output(output, settings.overwrite, is_sample)
+    check_output(output, settings.overwrite, made_by(VERB))
     rule = settings.steering
     steering = None if rule is None else Steering.parse(rule, allow_negative=settings.allow_negative)
     check_apart(output.resolve(), [folder.resolve() for folder in local_folders(settings.model)])
@@ -139,7 +139,7 @@ def sample_to_folder(
         classes=[layout.classes[index] for index in classes],
         images=len(codes),
     )
-    with output_folder(output, settings.overwrite, is_sample) as folder:
+    with output_folder(output, settings.overwrite, made_by(VERB)) as folder:
         save_file({"codes": codes.contiguous(), "classes": torch.tensor(labels)}, folder / CODES)
         shown: list[Images] = []
         for index, class_codes in zip(classes, codes.split(settings.count), strict=True):
@@ -172,8 +172,3 @@ def decode(codes: Codes, codec: Codec, batch_size: int = 25) -> Images:
 def enlarged_grid(images: Images, columns: int) -> Float[Tensor, "channels grid_height grid_width"]:
     """Arrange images as one, with tiny images enlarged."""
     return grid(images.split(columns), scale=max(1, MIN_GRID_SIDE // images.shape[-1]))
-
-
-def is_sample(folder: Path) -> bool:
-    """Whether a folder holds an earlier result of `sample_to_folder`."""
-    return (read_record(folder) or {}).get("verb") == VERB

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from divdec.checkpoint import check_apart
 from divdec.errors import UsageError, first_line
-from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json
+from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json
 from divdec_research.images.codecs import VQCodec, vq_config, vq_model_class
 from divdec_research.images.models import ImageLayout, gpt2_config, write_image_files
 
@@ -100,7 +100,7 @@ def convert_taming(
         UsageError: the checkpoint cannot be read safely, or its weights do not fit; or see `check_output`. Nothing
             is written.
     """
-    check_output(output, overwrite, is_conversion)
+    check_output(output, overwrite, made_by(VERB))
     check_apart(output.resolve(), [checkpoint.resolve()])
     vq_model_class()
     tensors = read_checkpoint(checkpoint)
@@ -147,17 +147,12 @@ def convert_taming(
     )
     report(f"writing {output}")
     settings = {"checkpoint": str(checkpoint), "heads": config.n_head}
-    with output_folder(output, overwrite, is_conversion) as folder:
+    with output_folder(output, overwrite, made_by(VERB)) as folder:
         transformer.save_pretrained(folder, max_shard_size=SHARD_BYTES)
         layout.tokenizer().save_pretrained(folder)
         write_image_files(folder, layout, VQCodec(codec, size))
         write_json(folder / RECORD, record(VERB, settings, **figures))
     return {"output": str(output), **figures}
-
-
-def is_conversion(folder: Path) -> bool:
-    """Whether `convert_taming` has written a folder."""
-    return (read_record(folder) or {}).get("verb") == VERB
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:

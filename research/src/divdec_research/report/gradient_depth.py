@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
 from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
-from divdec.runs import RECORD, check_output, output_folder, read_record, record, write_json, write_text
+from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json, write_text
 from divdec_research.report.charts import Dot, Series, band_panels
 from divdec_research.report.scores import best_index
 from divdec_research.report.tables import terminal_table
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 """Row of a depth.json: set, part, layer, mean, low, high."""
+VERB = "gradient-depth"
 RESULT, PLOT = "depth.json", "depth.svg"
 SETS = {"forget": SERIES_STYLES[1], "retain": SERIES_STYLES[0]}
 TITLES = {"attention": "attention", "mlp": "MLP"}
@@ -53,7 +54,7 @@ def run_gradient_depth(
     from divdec_research.gradient_depth import check_teacher, decoder_parts, draw_examples, gradient_depth
 
     output, bootstrap = Path(settings.output).expanduser(), Bootstrap(seed=settings.seed)
-    check_output(output, settings.overwrite, _is_depth)
+    check_output(output, settings.overwrite, made_by(VERB))
     sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
     model, tokenizer = load()
     check_teacher(model.steering)
@@ -82,14 +83,10 @@ def run_gradient_depth(
         "sets": {name: records.label for name, records in sets.items()},
         "peak_layers": {" ".join(column): layer for column, layer in peaks(list(map(vars, norms))).items()},
     }
-    with output_folder(output, settings.overwrite, _is_depth) as folder:
+    with output_folder(output, settings.overwrite, made_by(VERB)) as folder:
         content = write_depth(folder, norms, about, bootstrap.level)
-        write_json(folder / RECORD, record("gradient-depth", settings, **about))
+        write_json(folder / RECORD, record(VERB, settings, **about))
     return content
-
-
-def _is_depth(folder: Path) -> bool:
-    return (read_record(folder) or {}).get("verb") == "gradient-depth"
 
 
 def write_depth(folder: Path, rows: Sequence[LayerDepth], about: dict[str, Any], level: float) -> dict[str, Any]:
