@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,8 +343,8 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
 def _measure_latency(
     case: Combination, models: Models, settings: LatencySettings, apart: torch.device
 ) -> dict[str, Any]:
-    with scaled_last_norms(models, settings.agreement):
-        times, drafts = time_answers(models, case.vocabulary, settings, apart)
+    scale_last_norms(models, settings.agreement)
+    times, drafts = time_answers(models, case.vocabulary, settings, apart)
     seconds = {way: statistics.median(durations) / settings.tokens for way, durations in times.items()}
     ratio = {
         way: statistics.median(duration / alone for duration, alone in zip(times[way], times["target"], strict=True))
@@ -404,20 +403,12 @@ def time_answers(
     return times, drafts
 
 
-@contextlib.contextmanager
-def scaled_last_norms(models: Models, agreement: float) -> Iterator[None]:
-    """Scale the logits of P and p by their last norm, so that q decides the steered distribution; undone on exit."""
-    norms: list[torch.Tensor] = [models[name].model.norm.weight for name in ("P", "p")]
-    before = [weight.detach().clone() for weight in norms]
-    try:
-        with torch.no_grad():
-            for weight in norms:
-                weight.mul_(agreement)
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, original in zip(norms, before, strict=True):
-                weight.copy_(original)
+@torch.no_grad()
+def scale_last_norms(models: Models, agreement: float) -> None:
+    """Scale the logits of P and p by their last norm, so that q decides the steered distribution."""
+    for name in ("P", "p"):
+        weight: torch.Tensor = models[name].model.norm.weight
+        weight.mul_(agreement)
 
 
 def _random_tokens(vocabulary: int, settings: BenchSettings, length: int, device: torch.device) -> torch.Tensor:
