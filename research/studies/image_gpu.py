@@ -120,7 +120,7 @@ def main():
     from divdec.runs import write_json
     from divdec.steering import Steering
     from divdec_research.images.demo import accuracy, print_tables, train_images
-    from divdec_research.images.report import NETWORK_NOTE, evaluate_candidates, write_results
+    from divdec_research.images.report import evaluate_candidates, write_results
     from divdec_research.images.results import tabulate
     from divdec_research.images.settings import SamplingSettings
 
@@ -138,15 +138,13 @@ def main():
     rules += [Steering("rank", k=k) for k in (20, 100, 250, 512)]
     benchmark = material.benchmark(given.count, SamplingSettings(batch_size=500, seed=given.seed))
     candidates = models.candidates(material.layout, rules, device)
-    results = evaluate_candidates(benchmark, candidates, output, print)
+    results = evaluate_candidates(benchmark, candidates, output)
     held_out = benchmark.classifier.held_out
     lead = (
         f"Letters, digits and shapes of {SIDE}×{SIDE} pixels; {material.forgotten} are forgotten. {name}. The "
         f"classifier is right on {held_out.accuracy:.1%} of {held_out.images} images that it has not seen."
     )
-    tables = write_results(
-        benchmark, candidates, results, output, title="Images at 32×32", lead=lead, notes=[NETWORK_NOTE]
-    )
+    tables = write_results(benchmark, candidates, results, output, title="Images at 32×32", lead=lead)
     print_tables(tables, console)
     models.write_bundle(material, output / "bundle", Steering(alpha=1.0))
     content = {

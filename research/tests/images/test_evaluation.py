@@ -146,7 +146,8 @@ def test_rules_have_paper_names():
 
 
 def setting(method, config, retain, forget):
-    return SettingResult(method, config, accuracy={"retain": retain, "forget": forget})
+    figures = {"retain": retain, "forget": forget}
+    return SettingResult(method, config, content=figures, accuracy=figures, distances={})
 
 
 def test_mildest_setting_reaching_both_goals_is_recommended():

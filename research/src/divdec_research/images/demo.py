@@ -26,7 +26,7 @@ from divdec_research.images.evaluation import ImageBenchmark, rule_name
 from divdec_research.images.features import EFFICIENTNET, load_network
 from divdec_research.images.judges import Classifier
 from divdec_research.images.models import ImageLayout, new_image_model, restrict_to_codes, write_image_files
-from divdec_research.images.report import NETWORK_NOTE, Candidate, evaluate_candidates, write_results
+from divdec_research.images.report import Candidate, evaluate_candidates, list_candidates, write_results
 from divdec_research.images.results import ImageTable, Mean, SettingResult, cell_text, tabulate
 from divdec_research.images.settings import SamplingSettings
 from divdec_research.images.training import PAPER_SHARE, encode, training_records
@@ -136,13 +136,7 @@ class ImageModels:
         loaded: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, local_files_only=True) for folder in folders]
         target, retrain, q, p = (loaded_model.eval().to(device) for loaded_model in loaded)
         model = DivergenceForCausalLM.from_parts(target, q, p).eval()
-
-        def steered(rule: Steering) -> PreTrainedModel:
-            model.steering = restrict_to_codes(rule, layout)
-            return model
-
-        plain = [Candidate("Baseline", "", lambda: target), Candidate("Retrain", "", lambda: retrain)]
-        return plain + [Candidate(*rule_name(rule), model=lambda rule=rule: steered(rule)) for rule in rules]
+        return list_candidates(model, rules, layout, lambda: retrain)
 
     def write_bundle(self, material: ImageMaterial, folder: Path, steering: Steering) -> None:
         """Write a bundle with layout and codec."""
@@ -216,7 +210,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
         benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed), networks)
         candidates = models.candidates(material.layout, RULES)
-        results = evaluate_candidates(benchmark, candidates, folder, lambda line: None)
+        results = evaluate_candidates(benchmark, candidates, folder)
         held_out = benchmark.classifier.held_out
         tables = write_results(
             benchmark, candidates, results, folder,
@@ -224,7 +218,6 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
             lead=f"A model that draws handwritten digits is steered away from {material.forgotten}. "
             f"A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
             f"{held_out.images} real digits that it has not seen.",
-            notes=[NETWORK_NOTE],
         )  # fmt: skip
         print_tables(tables, console)
         best = recommend(results)
@@ -277,9 +270,7 @@ def reaches_aims(result: SettingResult, baseline: SettingResult) -> bool:
 
 def accuracy(result: SettingResult, name: str) -> float:
     """Share of a set's images that show their class."""
-    mean = Mean.of((result.accuracy or {})[name])
-    assert mean is not None
-    return mean.value
+    return Mean.of(result.accuracy[name]).value
 
 
 def print_tables(tables: dict[str, ImageTable], console: Console) -> None:

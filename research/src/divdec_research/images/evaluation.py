@@ -88,7 +88,7 @@ class ImageBenchmark:
             config,
             content=by_set(content, labels, self.forget),
             accuracy=by_set(hits, labels, self.forget),
-            quality={name: by_set(values, labels, self.forget) for name, values in quality.items()} or None,
+            quality={name: by_set(values, labels, self.forget) for name, values in quality.items()},
             distances={
                 name: frechet_distances(*real, *self._features(network, "G", images, labels))
                 for (name, network), real in zip(self._networks.items(), self._real_features, strict=True)

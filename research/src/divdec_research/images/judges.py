@@ -189,9 +189,6 @@ class ImageEndpoint(Endpoint):
     limit_name: str = "max_tokens"
     """Name of the request's token limit; OpenAI's reasoning models use 'max_completion_tokens'."""
 
-    def __enter__(self) -> ImageEndpoint:
-        return self
-
     def ask(self, images: Sequence[bytes], turns: Sequence[str], limit: int, **options: Any) -> dict[str, Any]:
         """Return the first choice of the reply to images and a text.
 

@@ -31,6 +31,7 @@ from divdec_research.images.features import load_network
 from divdec_research.images.files import data_url, grid, png, read_folder
 from divdec_research.images.judges import Classifier, ImageEndpoint, ImageJudge
 from divdec_research.images.models import (
+    ImageLayout,
     image_folder,
     load_image_files,
     load_image_model,
@@ -44,6 +45,8 @@ from divdec_research.images.training import digest, select_classes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from divdec.model.modeling import DivergenceForCausalLM
 
 VERB = "image eval"
 REASONING_TOKENS = 4096
@@ -64,7 +67,6 @@ REFERENCES = ("Baseline", "Retrain")
 """Settings that are not steered."""
 SET_STYLES = {"retain": SERIES_STYLES[0], "forget": SERIES_STYLES[1]}
 SMALL, LARGE = 48, 128  # smallest and largest displayed size of a sample in pixels
-IMAGE_MEASURES = {"content": "probability of the class asked for", "accuracy": "images that show the class asked for"}
 NETWORK_NOTE = (
     "Compare Fréchet distances within one column only: every network's features have another scale, and none are "
     "Inception's."
@@ -86,8 +88,25 @@ class Candidate:
         return f"{self.method}{self.config}".replace("α=", "-").replace("k=", "-").lower()
 
 
+def list_candidates(
+    model: DivergenceForCausalLM,
+    rules: Sequence[Steering],
+    layout: ImageLayout,
+    retrained: Callable[[], PreTrainedModel] | None,
+) -> list[Candidate]:
+    """List the target of a steered model, a retrained reference if there is one, and every rule."""
+
+    def steered(rule: Steering) -> PreTrainedModel:
+        model.steering = restrict_to_codes(rule, layout)
+        return model
+
+    candidates = [Candidate("Baseline", "", lambda: model.target)]
+    candidates += [Candidate("Retrain", "", retrained)] if retrained is not None else []
+    return candidates + [Candidate(*rule_name(rule), lambda rule=rule: steered(rule)) for rule in rules]
+
+
 def evaluate_candidates(
-    benchmark: ImageBenchmark, candidates: Sequence[Candidate], output: Path, report: Callable[[str], None]
+    benchmark: ImageBenchmark, candidates: Sequence[Candidate], output: Path
 ) -> list[SettingResult]:
     """Sample and evaluate the images of all candidates, the baseline first; `output` stores the codes in `codes/`."""
     results: list[SettingResult] = []
@@ -98,7 +117,6 @@ def evaluate_candidates(
         results.append(benchmark.evaluate(candidate.method, candidate.config, codes, baseline))
         if baseline is None and benchmark.quality:
             baseline = decode(codes, benchmark.codec)
-    report(f"{len(results)} settings, {len(benchmark.labels)} images each")
     return results
 
 
@@ -125,7 +143,6 @@ def write_results(
     *,
     title: str,
     lead: str,
-    notes: Sequence[str] = (),
 ) -> dict[str, ImageTable]:
     """Write `table.md`, `results.json`, `report.html` and a grid of each candidate's images.
 
@@ -147,7 +164,7 @@ def write_results(
         shown.append(samples(f"{candidate.method} {candidate.config}".strip(), images, benchmark.labels))
     write_text(output / "table.md", markdown(tables))
     write_json(output / "results.json", tabulate(results, GROUPS).json())
-    write_images(output / "report.html", title=title, lead=lead, tables=tables, samples=shown, notes=notes)
+    write_images(output / "report.html", title=title, lead=lead, tables=tables, samples=shown)
     return tables
 
 
@@ -200,13 +217,7 @@ class Samples:
 
 
 def write_images(
-    path: Path,
-    *,
-    title: str,
-    lead: str,
-    tables: Mapping[str, ImageTable],
-    samples: Sequence[Samples],
-    notes: Sequence[str] = (),
+    path: Path, *, title: str, lead: str, tables: Mapping[str, ImageTable], samples: Sequence[Samples]
 ) -> None:
     """Write the page of an image experiment atomically."""
     settings = {setting.name: setting for table in tables.values() for setting in table.settings}
@@ -214,7 +225,7 @@ def write_images(
     warnings = dict.fromkeys(
         f"{network}: {warning}"
         for setting in settings.values()
-        for network, distances in (setting.distances or {}).items()
+        for network, distances in setting.distances.items()
         for warning in distances.warnings
     )
 
@@ -227,7 +238,7 @@ def write_images(
     write_page(
         path, "images.html", package="divdec_research.report", title=title, lead=lead, tables=tables,
         samples=samples, references=REFERENCES,
-        notes=[*notes, *warnings], cell_text=cell_text, groups=groups, styles=SET_STYLES,
+        notes=[NETWORK_NOTE, *warnings], cell_text=cell_text, groups=groups, styles=SET_STYLES,
         shown_svg=content_plot(list(settings.values())),
     )  # fmt: skip
 
@@ -236,39 +247,30 @@ def content_plot(settings: Sequence[SettingResult]) -> str:
     """Plot how often retain and forget classes are still shown, a row for each setting, with standard errors.
 
     Returns:
-        An `<svg>` element of content, or of accuracy if no setting has content; empty without both.
+        An `<svg>` element.
     """
-
-    def means(setting: SettingResult, measure: str) -> list[Mean | None]:
-        values = getattr(setting, measure) or {}
-        return [Mean.of(values.get(name, ())) for name in SET_STYLES]
-
-    measure = next((name for name in IMAGE_MEASURES if any(any(means(setting, name)) for setting in settings)), None)
-    if measure is None:
-        return ""
-    rows = [(setting.name, setting_means) for setting in settings if any(setting_means := means(setting, measure))]
     with style("images-shown"):
-        figure = Figure(figsize=(PAGE_WIDTH, 1.1 + 0.3 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(PAGE_WIDTH, 1.1 + 0.3 * len(settings)), layout="constrained")
         axes = figure.subplots()
-        for index, (_, setting_means) in enumerate(rows):
-            values = [100 * mean.value for mean in setting_means if mean is not None]
+        for index, setting in enumerate(settings):
+            means = [Mean.of(setting.content[name]) for name in SET_STYLES]
+            values = [100 * mean.value for mean in means]
             axes.plot((min(values), max(values)), (index, index), color=GRID, linewidth=2, zorder=1)
-            for mean, series_style in zip(setting_means, SET_STYLES.values(), strict=True):
-                if mean is not None:
-                    axes.errorbar(
-                        100 * mean.value,
-                        index,
-                        xerr=100 * (mean.error or 0),
-                        fmt=series_style.marker,
-                        color=series_style.colour,
-                        markersize=6,
-                        elinewidth=1.4,
-                        zorder=3,
-                    )
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
+            for mean, series_style in zip(means, SET_STYLES.values(), strict=True):
+                axes.errorbar(
+                    100 * mean.value,
+                    index,
+                    xerr=100 * (mean.error or 0),
+                    fmt=series_style.marker,
+                    color=series_style.colour,
+                    markersize=6,
+                    elinewidth=1.4,
+                    zorder=3,
+                )
+        axes.set_yticks(range(len(settings)), [setting.name for setting in settings])
+        axes.set_ylim(len(settings) - 0.5, -0.5)
         axes.set_xlim(-2, 102)
-        axes.set_xlabel(f"{IMAGE_MEASURES[measure]}, %")
+        axes.set_xlabel("probability of the class asked for, %")
         axes.tick_params(axis="y", length=0)
         axes.grid(True, axis="x")
         return svg_text(figure)
@@ -340,30 +342,22 @@ def evaluate_images(
         loaded = load_image_model(settings.bundle, verify=not settings.no_verify, dtype=settings.dtype, device=device)
         model: Any = loaded.model
 
-        def steered(rule: Steering) -> PreTrainedModel:
-            model.steering = restrict_to_codes(rule, layout)
-            return model
-
         def retrained() -> PreTrainedModel:
             return load_image_model(str(settings.retrain), dtype=settings.dtype, device=device).model
 
-        candidates = [Candidate("Baseline", "", lambda: model.target)]
-        candidates += [Candidate("Retrain", "", retrained)] if settings.retrain else []
-        candidates += [
-            Candidate(*name, lambda rule=rule: steered(rule)) for rule, name in zip(rules, names, strict=True)
-        ]
+        candidates = list_candidates(model, rules, layout, retrained if settings.retrain else None)
         benchmark = ImageBenchmark(
             layout, loaded.codec, tuple(retain), tuple(forget), settings.count, settings, pixels,
             real_labels, classifier, networks, **_judges(settings, output),
         )  # fmt: skip
-        results = evaluate_candidates(benchmark, candidates, output, report)
+        results = evaluate_candidates(benchmark, candidates, output)
+        report(f"{len(results)} settings, {len(benchmark.labels)} images each")
         judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
         tables = write_results(
             benchmark, candidates, results, output,
             title="Steered images",
             lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} "
             f"classes are to be forgotten. Content is judged by {judge}.",
-            notes=[NETWORK_NOTE],
         )  # fmt: skip
         content = run.finish(
             held_out=dataclasses.asdict(classifier.held_out),

@@ -43,16 +43,17 @@ class SettingResult:
 
     method: str
     """Such as 'Baseline', 'Retrain', 'Linear', 'Rank'."""
-    config: str = ""
+    config: str
     """Such as 'α=1'; empty for methods without parameters."""
-    content: BySet | None = None
+    content: BySet
     """Probability that an image shows its class: a classifier's probability, or VQAScore."""
-    accuracy: BySet | None = None
+    accuracy: BySet
     """1 if the classifier predicts the image's class, else 0."""
-    quality: Mapping[str, BySet] | None = None
-    """By judge: 1 if an image is preferred to the baseline's, 0 if the latter is, 0.5 for neither."""
-    distances: Mapping[str, Distances] | None = None
+    distances: Mapping[str, Distances]
     """By network for the features."""
+    quality: Mapping[str, BySet] = dataclasses.field(default_factory=dict)
+    """By judge: 1 if an image is preferred to the baseline's, 0 if the latter is, 0.5 for neither; empty for the
+    baseline."""
 
     @property
     def name(self) -> str:
@@ -70,10 +71,10 @@ class Mean:
     images: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Mean | None:
-        """Compute the mean of figures; None if there are none."""
-        if len(values) < 2:
-            return cls(values[0], None, 1) if values else None
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Compute the mean of figures, at least one."""
+        if len(values) == 1:
+            return cls(values[0], None, 1)
         return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values))
 
     def __str__(self) -> str:
@@ -147,18 +148,15 @@ class ImageTable:
                 for part in column.key[:-1]:
                     parent = parent.setdefault(part, {})
                 parent[column.key[-1]] = dataclasses.asdict(cell) if isinstance(cell, Mean) else cell
-            for network, distances in (setting.distances or {}).items():
-                if "distances" in row:
-                    row["distances"][network]["warnings"] = list(distances.warnings)
+            for network, distances in setting.distances.items():
+                row["distances"][network]["warnings"] = list(distances.warnings)
             result.append(row)
         return result
 
 
 def tabulate(settings: Sequence[SettingResult], groups: Sequence[str] = GROUPS) -> ImageTable:
-    """Create the table of some settings, with the columns of these groups that have any figure."""
-    columns = [column for group in groups for column in _columns(settings, group)]
-    filled = [column for column in columns if any(column.cell(setting) is not None for setting in settings)]
-    return ImageTable(tuple(filled), tuple(settings))
+    """Create the table of some settings, with the columns of these groups."""
+    return ImageTable(tuple(column for group in groups for column in _columns(settings, group)), tuple(settings))
 
 
 def cell_text(cell: Cell) -> str:
@@ -178,13 +176,13 @@ def by_set(values: Sequence[float], labels: Sequence[int], forget: Collection[in
 
 def _columns(settings: Sequence[SettingResult], group: str) -> list[Column]:
     if group == "distances":
-        networks = dict.fromkeys(network for setting in settings for network in setting.distances or ())
+        networks = dict.fromkeys(network for setting in settings for network in setting.distances)
         return [
             Column(network, name, arrow, (group, network, key))
             for network in networks
             for key, (name, arrow) in _DISTANCES.items()
         ]
-    judges = dict.fromkeys(judge for setting in settings for judge in setting.quality or ())
+    judges = dict.fromkeys(judge for setting in settings for judge in setting.quality)
     paths = [(group, judge) for judge in judges] if group == "quality" else [(group,)]
     return [
         Column(", ".join((group.capitalize(), *path[1:])), name.capitalize(), arrow, (*path, name))
