@@ -7,7 +7,6 @@ research/README.md lists differences from published code.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,18 +74,14 @@ class TargetObjective(BatchObjective):
         import torch
 
         from divdec.training.fine_tuning import uses_bfloat16
-        from divdec.training.inputs import Collator
+        from divdec.training.inputs import INDEX, Collator
 
         bfloat16 = uses_bfloat16(self.settings.training(self.job.seed), model)
         collator, size = Collator(self.job.tokenizer), self.settings.batch_size
         log_probabilities = torch.zeros(len(examples))
-        order = sorted(range(len(examples)), key=lambda index: len(examples[index].input_ids))
-        for start in range(0, len(order), size):
-            indices = order[start : start + size]
-            batch = collator([dataclasses.asdict(examples[index]) for index in indices])
-            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        for batch in collator.batches(examples, range(len(examples)), size, model.device):
             with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-                log_probabilities[indices] = log_probabilities_of(model, batch).cpu()
+                log_probabilities[batch[INDEX].cpu()] = log_probabilities_of(model, batch).cpu()
         return log_probabilities
 
 
