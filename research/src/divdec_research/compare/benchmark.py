@@ -125,13 +125,10 @@ def load_benchmarks(settings: CompareSettings, report: Callable[[str], None]) ->
         UsageError: data or models are missing or do not fit.
         Interrupted: on Ctrl-C; the same call continues.
     """
-    if settings.data == "demo":
-        return [_demo(seed, settings, report) for seed in range(settings.seeds)]
-    if settings.data == "tofu-small":
-        return [_tofu_small(seed, settings, report) for seed in range(settings.seeds)]
-    if settings.data == "muse-small":
-        return [_muse_small(seed, settings, report) for seed in range(settings.seeds)]
-    return [_own(settings)]
+    embedded = {"demo": _demo, "tofu-small": _tofu_small, "muse-small": _muse_small}.get(settings.data)
+    if embedded is None:
+        return [_own(settings)]
+    return [embedded(seed, settings, report) for seed in range(settings.seeds)]
 
 
 def _demo(seed: int, settings: CompareSettings, report: Callable[[str], None]) -> Benchmark:

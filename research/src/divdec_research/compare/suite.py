@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -58,6 +58,8 @@ class ComparisonSuite(abc.ABC):
     """Scores whose best settings a second table lists."""
     note: ClassVar[str]
     """Remark on the scores, for readers."""
+    compute_figures: ClassVar[Callable[[Results], None]]
+    """Computes the figures of results from their items."""
     data: Any
 
     @property
@@ -76,10 +78,6 @@ class ComparisonSuite(abc.ABC):
     @abc.abstractmethod
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> BenchmarkFormat:
         """Return the layout of the questions."""
-
-    @abc.abstractmethod
-    def compute_figures(self, results: Results) -> None:
-        """Compute the figures of results from their items."""
 
     @abc.abstractmethod
     def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
@@ -103,7 +101,7 @@ class ComparisonSuite(abc.ABC):
         for metric, items in results.items.items():
             if chosen := {str(int(index) // 2): fields for index, fields in items.items() if int(index) % 2 == half}:
                 part.items[metric] = chosen
-        self.compute_figures(part)
+        type(self).compute_figures(part)
         return part
 
 
@@ -122,6 +120,7 @@ class TofuComparison(ComparisonSuite):
     figures = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE", "model_utility")
     goals = ("agg", "agg_without_privacy")
     note = "Utility is the model utility relative to the target's; no fluency classifier is used."
+    compute_figures = staticmethod(tofu.compute_figures)
 
     @property
     def about(self) -> dict[str, str]:
@@ -142,10 +141,6 @@ class TofuComparison(ComparisonSuite):
         """See `ComparisonSuite.layout`."""
         form = self.form
         return BenchmarkFormat(tokenizer, system_prompt=form.system_prompt, date=form.date, max_length=form.max_length)
-
-    def compute_figures(self, results: Results) -> None:
-        """See `ComparisonSuite.compute_figures`."""
-        tofu.compute_figures(results)
 
     def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
         """See `ComparisonSuite.score`."""
@@ -168,6 +163,7 @@ class MuseComparison(ComparisonSuite):
         "Distance is the Euclidean distance to the retrained model in the three columns beside it, in percent of the "
         "target's. PrivLeak is relative to the retrained model; 0 is ideal."
     )
+    compute_figures = staticmethod(muse.compute_figures)
 
     def evaluate(self, model: EvaluatedModel) -> Results:
         """See `ComparisonSuite.evaluate`."""
@@ -181,10 +177,6 @@ class MuseComparison(ComparisonSuite):
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> BenchmarkFormat:
         """See `ComparisonSuite.layout`."""
         return BenchmarkFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=LONGEST_PROMPT)
-
-    def compute_figures(self, results: Results) -> None:
-        """See `ComparisonSuite.compute_figures`."""
-        muse.compute_figures(results)
 
     def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
         """See `ComparisonSuite.score`."""
