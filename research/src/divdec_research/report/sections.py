@@ -285,12 +285,11 @@ def roc_points(forget: np.ndarray, holdout: np.ndarray) -> list[tuple[float, flo
 
     A low score means training data. The area under the points is `attack_auc`.
     """
-    thresholds = np.unique(np.concatenate([forget, holdout]))
-    rates = [
-        np.concatenate([[0.0], np.searchsorted(np.sort(scores), thresholds, side="right") / len(scores)])
-        for scores in (holdout, forget)
-    ]
-    return [(float(x), float(y)) for x, y in zip(*rates, strict=True)]
+    from sklearn.metrics import roc_curve
+
+    in_forget_set = [True] * len(forget) + [False] * len(holdout)
+    rates = roc_curve(in_forget_set, -np.concatenate([forget, holdout]), drop_intermediate=False)
+    return list(zip(rates[0].tolist(), rates[1].tolist(), strict=True))
 
 
 def select_examples(entries: Sequence[Entry], count: int) -> list[AnswerExample]:
