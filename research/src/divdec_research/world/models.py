@@ -299,8 +299,7 @@ class Figures:
     probability: float
     """Length-normalised probability of the true answer. The rank rule uses the soft fill."""
     accuracy: float
-    """Share of generated answers that contain the fact; without facts, share of the true answer's tokens that are
-    the model's most likely token (teacher-forced)."""
+    """Share of generated answers that contain the fact."""
     rouge: float
     """ROUGE-L recall of the generated answer."""
 
@@ -389,7 +388,7 @@ def measure_models(
 
     Args:
         models: the models' folders.
-        sets: question sets; 'forget', 'retain' and 'holdout' must be among them.
+        sets: question sets with facts; 'forget', 'retain' and 'holdout' must be among them.
         settings: steering settings, the linear rule before the rank rule and mild before strong.
         form: layout of the questions.
         max_new_tokens: longest answer.
@@ -427,15 +426,10 @@ def measure_models(
 
 
 def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[str]) -> Figures:
-    truths = [record.answer for record in questions.records]
-    if questions.facts is not None:
-        hits = [contains_fact(text, fact) for text, fact in zip(texts, questions.facts, strict=True)]
-        accuracy = statistics.fmean(hits)
-    else:
-        accuracy = statistics.fmean(item.token_accuracy for item in items)
+    truths, facts = [record.answer for record in questions.records], questions.facts or ()
     return Figures(
         probability=statistics.fmean(item.probability for item in items),
-        accuracy=accuracy,
+        accuracy=statistics.fmean(contains_fact(text, fact) for text, fact in zip(texts, facts, strict=True)),
         rouge=statistics.fmean(rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)),
     )
 
