@@ -79,7 +79,7 @@ class CompositeDecoding:
         return new_cache(self.models[name])
 
     def new_token_cache(self) -> Cache:
-        """Create an empty cache of token ids, for `tokens`."""
+        """Create an empty cache of token ids, for `read_tokens`."""
         from divdec.experts.token_cache import TokenCache
 
         return TokenCache()
@@ -90,10 +90,6 @@ class CompositeDecoding:
 
         inputs = (step.input_ids, step.attention_mask, step.position_ids)
         return logits_of(self.models[name], *inputs, cache, step.logits_to_keep).float()
-
-    def tokens(self, step: Step, cache: Cache | None) -> list[list[int]]:
-        """All tokens of each row, −1 for padding; adds the new ones to the token cache."""
-        return read_tokens(step, cache).tolist()
 
 
 class LogitCombination(CompositeDecoding):
@@ -171,9 +167,9 @@ def tokenize_words(words: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> 
     return [list(ids) for ids in tokens if ids]
 
 
-def contexts(tokens: Sequence[list[int]], kept: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield row, kept position and the tokens up to it, padding included."""
-    for row, ids in enumerate(tokens):
+def contexts(step: Step, cache: Cache | None, kept: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield row, kept position and the tokens up to it, −1 for padding; see `read_tokens`."""
+    for row, ids in enumerate(read_tokens(step, cache).tolist()):
         for position in range(kept):
             yield row, position, ids[: len(ids) - kept + position + 1]
 

@@ -72,7 +72,7 @@ class Guardrail(CompositeDecoding):
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
         """See `CompositeDecoding.logits`."""
         logits = self.prompted_logits(step, caches[1]).float().clone()
-        for row, position, before in contexts(self.tokens(step, caches[0]), logits.shape[1]):
+        for row, position, before in contexts(step, caches[0], logits.shape[1]):
             original_logits = logits[row, position].clone()
             if (forced := self.next_of_refusal(before)) is not None:
                 logits[row, position, forced] = original_logits.amax() + DISTANCE

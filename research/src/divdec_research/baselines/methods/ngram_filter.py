@@ -38,7 +38,7 @@ class NgramFilter(CompositeDecoding):
     def logits(self, step: Step, caches: Sequence[Cache | None]) -> Float[Tensor, "batch kept width"]:
         """See `CompositeDecoding.logits`."""
         logits = self.model_logits(step, caches[0]).clone()
-        for row, position, before in contexts(self.tokens(step, caches[1]), logits.shape[1]):
+        for row, position, before in contexts(step, caches[1], logits.shape[1]):
             if blocked := sorted(self.trie.after(before)):
                 logits[row, position, blocked] = blocked_logit(logits[row, position])
         return logits
