@@ -346,7 +346,8 @@ def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
     if name not in shapes:
         _refuse_missing([name])
     if len(shapes[name]) != axes or 0 in shapes[name]:
-        raise UsageError(f"holds {name} of shape {_times(shapes[name])}; {axes} axes are expected, none of them empty")
+        shape = "×".join(map(str, shapes[name])) or "()"
+        raise UsageError(f"holds {name} of shape {shape}; {axes} axes are expected, none of them empty")
     return shapes[name]
 
 
@@ -364,10 +365,6 @@ def _indices(shapes: Shapes, pattern: str) -> set[int]:
 
 def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "()"
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
