@@ -273,7 +273,7 @@ class Scorer:
             return ScoredResult(entry, aggregates, values, {}, {})
         resampled = [name for name in RESAMPLED[suite] if values.get(name) is not None]
         draws, missing = Resampler(results, self.bootstrap).figures(resampled)
-        rescored = self._aggregate(suite, draws, fluency=values.get(FLUENCY) is not None)
+        rescored = self._aggregate(suite, draws)
         intervals = {
             name: interval
             for name, drawn in {**draws, **rescored.values}.items()
@@ -289,12 +289,11 @@ class Scorer:
             }
         return ScoredResult(entry, aggregates, values, intervals, missing)
 
-    def _aggregate(self, suite: str, figures: Mapping[str, Any], *, fluency: bool = True) -> Scores:
+    def _aggregate(self, suite: str, figures: Mapping[str, Any]) -> Scores:
         target, retrain = (model.figures if model is not None else {} for model in (self.target, self.retrain))
         missing = [why for model, why in ((self.target, NO_TARGET), (self.retrain, NO_RETRAIN)) if model is None]
         if suite == "tofu":
-            fluent = fluency and all(model.get(FLUENCY) is not None for model in (figures, target))
-            scores = aggregate(figures, target, retrain, self.variant, fluency=fluent)
+            scores = aggregate(figures, target, retrain, self.variant)
             reasons = {name: why for name, why in (("utility", NO_TARGET), ("priv", NO_RETRAIN)) if why in missing}
             return dataclasses.replace(scores, reasons={**scores.reasons, **reasons})
         if missing:
