@@ -141,10 +141,9 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
                 f"{hub_id!r} is not a local folder, and not in the local Hugging Face cache (offline mode: "
                 "HF_HUB_OFFLINE or local_files_only is set); check the path"
             ) from None
-        reason = str(error).strip().splitlines()[0]
         raise UsageError(
             f"{hub_id!r} is not a local folder, and could not be downloaded from the hub "
-            f"({type(error).__name__}: {reason})"
+            f"({type(error).__name__}: {first_line(error)})"
         ) from None
     return Path(folder)
 
@@ -434,6 +433,12 @@ def check_tokenizer(folder: Path, actual: str, expected: str) -> None:
             f"{folder} counts the tokens of another tokenizer (vocabulary {actual[:12]}) than the target's "
             f"({expected[:12]}); fit it again with the target's tokenizer"
         )
+
+
+def number_of_experts(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a mixture; 0 for other models."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def vocabulary_width(config: PreTrainedConfig) -> int:

@@ -241,7 +241,7 @@ def read_json_object(name: str, text: str | None, example: str) -> dict[str, Any
     """
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise UsageError(f"{option(name)} is {text!r}; accepted: a JSON object such as '{example}'")

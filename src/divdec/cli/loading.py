@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.options import RARE, Flag, ModelLoading, SteeringChoice
 from divdec.runs import check_one_process
 
@@ -129,8 +129,9 @@ def device_map(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"device {device!r} cannot be used ({reason}); `divdec doctor` lists the devices") from None
+        raise UsageError(
+            f"device {device!r} cannot be used ({first_line(error)}); `divdec doctor` lists the devices"
+        ) from None
     if device == "meta":
         raise UsageError("device 'meta' holds no weights; `divdec doctor` lists the devices")
     return device

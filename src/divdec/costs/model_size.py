@@ -153,6 +153,8 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
     import torch
     from transformers import AutoModelForCausalLM
 
+    from divdec.checkpoint import number_of_experts
+
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -173,7 +175,7 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         key_values=_key_values(text),
-        mixture=any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
+        mixture=number_of_experts(text) > 0,
     )
 
 

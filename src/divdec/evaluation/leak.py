@@ -67,7 +67,7 @@ def evaluate_attack(
     judge: Judge,
     *,
     name: str = "model",
-    ks: Sequence[int] = ATTACK_KS,
+    ks: Sequence[int] | None = None,
     prompt_ids: Callable[[Record], list[int]] | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 64,
@@ -82,7 +82,7 @@ def evaluate_attack(
         prompts: for each question its attack prompts, in a fixed order.
         judge: decides whether an answer leaks.
         name: name of the results.
-        ks: numbers of prompts; those above the number of prompts are left out.
+        ks: numbers of prompts; those above the number of prompts are left out. By default 1, 10, 100, 1000 and all.
         prompt_ids: tokenizes a prompt; by default `divdec.data.formatting.encode_prompt`.
         max_new_tokens: longest answer, without a thought before it.
         batch_size: prompts in a batch.
@@ -97,7 +97,8 @@ def evaluate_attack(
     """
     if len(prompts) != len(records):
         raise UsageError(f"there are attack prompts for {len(prompts)} questions, and {len(records)} questions")
-    ks = [k for k in ks if k <= min(map(len, prompts), default=0)]
+    count = min(map(len, prompts), default=0)
+    ks = [k for k in ks or sorted({*ATTACK_KS, count}) if 0 < k <= count]
     if not ks:
         raise UsageError("there is nothing to ask: give questions, and at least one prompt for each")
     limit = max(ks)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from divdec.bridge.token_bytes import BYTE_TOKEN, token_bytes
+from divdec.bridge.token_bytes import BYTE_TOKEN, special_tokens, token_bytes
 from divdec.endpoint import Endpoint, Refused
 from divdec.errors import FailedClosed, UsageError
 from divdec.remote.bias import MAX_BIAS
@@ -287,9 +287,7 @@ class Completions:
     def _token_texts(self) -> dict[bytes, list[int]]:
         if not self._by_text:
             special = {
-                token: str(self.tokenizer.convert_ids_to_tokens(token)).encode()
-                for token in self.tokenizer.all_special_ids
-                if token < self.size
+                token: name.encode() for token, name in special_tokens(self.tokenizer).items() if token < self.size
             }
             plain = {token: text for token, text in enumerate(token_bytes(self.tokenizer)[: self.size]) if text}
             names = self.tokenizer.convert_ids_to_tokens(list(plain))

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from divdec.checkpoint import CheckpointReference, check_plain, check_weights, load_config
 from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
-from divdec.errors import UsageError
+from divdec.errors import FailedClosed, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,8 +47,9 @@ def on_main(work: Callable[[], T]) -> T:
     if state.is_main_process:
         try:
             sent = [(work(), None)]
-        except UsageError as error:
-            sent = [(None, error)]
+        except Exception as error:
+            # Not every error can be pickled; ours can.
+            sent = [(None, error if isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error)))]
     result, error = broadcast_object_list(sent)[0]
     if error is not None:
         raise error

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from divdec.costs.formulas import compute_increase
 from divdec.costs.model_size import ModelSize, measure_size
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record, settings_hash
 from divdec_research.bench.results import PASSES, compute_deviation, write_compute, write_latency
@@ -253,7 +253,7 @@ def _run(
                 try:
                     results.add({"key": key, **about, **measure(case, case.create(settings, device), about)})
                 except torch.OutOfMemoryError as error:
-                    reason = f"did not fit: {str(error).splitlines()[0]}"
+                    reason = f"did not fit: {first_line(error)}"
                 else:
                     measured += 1
                     continue

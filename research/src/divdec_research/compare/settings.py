@@ -162,7 +162,7 @@ class CompareSettings(CheckedSettings):
     model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's for TOFU ('paper')
     or MUSE ('paper-muse')."""
     seeds: Count = 3
-    """Number of seeds. Each seed trains its own models; your own models (--bundle) are used for every seed."""
+    """Number of seeds. Each seed trains its own models; your own models (--bundle) are compared once."""
     search_seeds: Count | None = None
     """Run the whole grid on the first N seeds only, and the best setting of each method on the other seeds. By default
     every seed runs the whole grid."""

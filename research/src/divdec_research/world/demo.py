@@ -12,6 +12,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from divdec.data.records import Message, Record, RecordSet, single_turn
@@ -274,7 +275,7 @@ def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str
         side_by_side.add_column(head, overflow="fold", ratio=1)
     for item in examples:
         question = f"[{item['set']}] {item['question']}".replace("[", "\\[")
-        side_by_side.add_row(question, *(answer["text"] for answer in item["answers"]))
+        side_by_side.add_row(question, *(escape(answer["text"]) for answer in item["answers"]))
     console.print(side_by_side)
     console.print(results.verdict, highlight=False)
 

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from divdec.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
+from divdec.checkpoint import (
+    common_vocabulary,
+    load_config,
+    load_model,
+    load_tokenizer,
+    number_of_experts,
+    vocabulary_width,
+)
 from divdec.configuration import DivergenceConfig
 from divdec.errors import FailedClosed, UsageError
 from divdec.fail_closed import check_vocabulary
@@ -237,12 +244,6 @@ def refuse_tokens_without_embedding() -> None:
                 raise VLLMValidationError(str(error), parameter=options.get("parameter")) from None
 
     BaseRenderer.validate_token_ids = validate_token_ids
-
-
-def number_of_experts(config: PreTrainedConfig) -> int:
-    """Return the number of experts of a mixture; 0 for other models."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def check_settings(vllm_config: Any) -> None:
