@@ -435,12 +435,6 @@ def check_tokenizer(folder: Path, actual: str, expected: str) -> None:
         )
 
 
-def number_of_experts(config: PreTrainedConfig) -> int:
-    """Return the number of experts of a mixture; 0 for other models."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return max(int(getattr(config, name, None) or 0) for name in names)
-
-
 def vocabulary_width(config: PreTrainedConfig) -> int:
     """Return the number of logits of a model: its vocabulary, possibly padded."""
     return config.get_text_config(decoder=True).vocab_size

@@ -153,8 +153,6 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
     import torch
     from transformers import AutoModelForCausalLM
 
-    from divdec.checkpoint import number_of_experts
-
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -177,6 +175,12 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
         key_values=_key_values(text),
         mixture=number_of_experts(text) > 0,
     )
+
+
+def number_of_experts(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a mixture; 0 for other models."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def _load_config(path_or_id: str, name: str) -> PreTrainedConfig:

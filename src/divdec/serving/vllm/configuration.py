@@ -20,15 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from divdec.checkpoint import (
-    common_vocabulary,
-    load_config,
-    load_model,
-    load_tokenizer,
-    number_of_experts,
-    vocabulary_width,
-)
+from divdec.checkpoint import common_vocabulary, load_config, load_model, load_tokenizer, vocabulary_width
 from divdec.configuration import DivergenceConfig
+from divdec.costs.model_size import number_of_experts
 from divdec.errors import FailedClosed, UsageError
 from divdec.fail_closed import check_vocabulary
 from divdec.model.loading import Bundle
