@@ -222,8 +222,8 @@ def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
     """The pair of a shrunk SmolLM2 had 14 nats after two rounds."""
     assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-2:]] == ["linear:1.5:14.3", "linear:1.5:20"]
     assert [str(rule) for rule in candidates((0.0, 0.1, 0.2), full=True)[-2:]] == [
+        "linear:2.5:1.4:full",
         "linear:2.5:2:full",
-        "linear:2.5:4:full",
     ]
     assert noise_margins((0.0, 0.1, 0.2)) == [1.0, 2.0, 4.0]
     assert noise_margins((0.1, 0.9, 11.0)) == [11.0, 20.0]

@@ -49,6 +49,7 @@ NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
 FULL_ALPHAS = 1.5, 2.5  # where the model's own rule is a full one, as of a pair whose q refuses
 MIN_NOISE, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise, which counts as 1 nat or more
+FULL_FACTORS = 1.0, 1.4, 2.0  # of full rules, which hardly forget beyond twice the noise
 MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MAX_PERPLEXITY = 1.10
@@ -388,9 +389,9 @@ def _prompts(
     ]
 
 
-def noise_margins(noise: Sequence[float]) -> list[float]:
+def noise_margins(noise: Sequence[float], factors: Sequence[float] = NOISE_FACTORS) -> list[float]:
     """Return margins at the largest quantile of the noise and above it, in nats, that leave neutral text alone."""
-    margins = (round(min(factor * max(MIN_NOISE, noise[-1]), MAX_MARGIN), 1) for factor in NOISE_FACTORS)
+    margins = (round(min(factor * max(MIN_NOISE, noise[-1]), MAX_MARGIN), 1) for factor in factors)
     return list(dict.fromkeys(margins))
 
 
@@ -413,7 +414,7 @@ def candidates(noise: Sequence[float], *, full: bool = False) -> tuple[Steering,
     `noise` is the result of `noise_of`.
     """
     with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
-    pairs = product(FULL_ALPHAS if full else (), noise_margins(noise))
+    pairs = product(FULL_ALPHAS if full else (), noise_margins(noise, FULL_FACTORS))
     moving_all = (Steering(alpha=alpha, margin=margin, full=True) for alpha, margin in pairs)
     return (*map(Steering.parse, CANDIDATES), *with_margin, *moving_all)
 
