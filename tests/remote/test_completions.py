@@ -1,8 +1,10 @@
 """Requests and replies of a completions endpoint, retries and errors."""
 
+import copy
 import pickle
 
 import pytest
+from transformers import AddedToken
 
 from divdec.endpoint import Endpoint, Refused, Unavailable
 from divdec.errors import UsageError
@@ -34,6 +36,16 @@ def test_text_names_map_to_same_tokens_as_ids(asking, prompts):
     both = set(by_id[0].logprobs) & set(by_text[0].logprobs)
     assert len(both) >= 18  # tokens with one text share a name
     assert all(by_id[0].logprobs[token] == pytest.approx(by_text[0].logprobs[token], abs=1e-5) for token in both)
+
+
+def test_tokens_that_are_special_among_the_added_ones_alone_have_names(url, tokenizer, opened):
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens([AddedToken("<|tool|>", special=True)])
+    token = other.convert_tokens_to_ids("<|tool|>")
+    assert token not in other.all_special_ids
+    endpoint = opened(Endpoint(f"{url}/v1", "plain"))
+    completions = Completions(endpoint, other, other.eos_token_id, size=len(other))
+    assert completions._token_texts()[b"<|tool|>"] == [token]
 
 
 def test_sampled_token_outside_top_logprobs_does_not_lower_floor(provider, asking, prompts):

@@ -154,6 +154,7 @@ def test_outputs_of_other_settings_are_not_reused(verb, tmp_path, capsys):
     ("options", "says"),
     [
         (["--extra", "[1]"], "accepted: a JSON object"),
+        (["--extra", "[" * 100_000], "accepted: a JSON object"),
         (["--block", "0"], "block is 0"),
         (["--bias-entries", "0"], "bias_entries is 0"),
         (["--steering", "rank:20:soft"], "soft needs"),
