@@ -24,10 +24,10 @@ import newspaper
 from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.records import RecordSet, write_records
 from divdec.evaluation.generation import answers, continuations
-from divdec.evaluation.metrics import contains_fact, rouge
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
+from divdec_research.suites.metrics import contains_fact, rouge
 from divdec_research.world.models import Material, Recipe, Shape, TrainedModels, train_all
 from steps import command, create_output, run_main
 

@@ -558,7 +558,7 @@ def test_attack_runs_on_loaded_bundle(bundle, tokenizer, asked):
     model = DivergenceForCausalLM.from_pretrained(bundle)
     result = evaluate_attack(model, tokenizer, asked[:2], listed(asked[:2], 3), StringJudge(), max_new_tokens=8)
     assert result.figures == {"leak@1-attack": 0.0, "leak@3-attack": 0.0}  # and all prompts
-    assert [len(item["attempts"]) for item in result.items["leak-attack"].values()] == [1, 1]
+    assert [len(item["attempts"]) for item in result.items["leak-attack"].values()] == [3, 3]
 
 
 def test_attack_uses_custom_prompt_layout(trained, tokenizer):
