@@ -8,8 +8,8 @@ these passages that it fills in without the text. It turns them round ("Who was 
 memory counts only if the target gives it again when it is asked. Sentences of the passages with a blank are questions,
 too. RWKU's own questions are not trained on. p reads these questions
 and some passages, and q refuses them (`divdec train --recipe refusal`). Other people of the data are the retain set,
-with the target's answers about other names in the passages. Then `divdec eval rwku` measures target and bundle: forget
-levels 1 to 3, each kind of attack, and the neighbours.
+with what the target tells of names near each person, in questions and blanks. Then `divdec eval rwku` measures target
+and bundle: forget levels 1 to 3, each kind of attack, and the neighbours.
 
 Every step is resumed by the same command. The table is printed and written to OUTPUT/table.md.
 """
@@ -238,9 +238,9 @@ def neighbour_questions(model, tokenizer, texts, seed):
     answers = answer(model, tokenizer, list(rows), NEIGHBOUR_ANSWER, "answers about neighbours")
     for row, text in zip(rows.values(), answers, strict=True):
         row["answer"] = whole_sentences(text)
-    told = answer(model, tokenizer, [ABOUT.format(other) for _, other in asked], NEIGHBOUR_TEXT, "texts")
+    replies = answer(model, tokenizer, [ABOUT.format(other) for _, other in asked], NEIGHBOUR_TEXT, "texts")
     order = random.Random(seed)
-    for (name, other), text in zip(asked, told, strict=True):
+    for (name, other), text in zip(asked, replies, strict=True):
         # A sentence without the name could be about the person to forget.
         sentences = [one for one in sentences_of(whole_sentences(text)) if set(words(other)) & set(words(one))]
         for sentence in sentences[:OF_NEIGHBOUR]:

@@ -4,6 +4,7 @@ import pytest
 import transformers
 
 from divdec.costs.estimate import CostSettings, estimate_costs
+from divdec.costs.model_size import number_of_experts
 from divdec.errors import UsageError
 
 GIVEN = {"target": "8B", "aux": "1B", "forget_tokens": "1M", "retain_tokens": "10M"}
@@ -45,6 +46,12 @@ def test_mixture_of_experts_gives_warning(tmp_path):
     transformers.MixtralConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1).save_pretrained(tmp_path)
     estimate = estimate_costs(CostSettings(**(GIVEN | {"target": str(tmp_path), "aux": "1M"})))
     assert "give the active ones" in estimate.warnings[-1]
+
+
+def test_mixture_with_experts_by_modality_is_one():
+    config = transformers.LlamaConfig(moe_num_experts=[64, 48])
+    assert number_of_experts(config) == 64
+    assert number_of_experts(transformers.LlamaConfig()) == 0
 
 
 def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):

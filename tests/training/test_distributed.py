@@ -120,3 +120,22 @@ def test_fsdp_version_1_is_rejected(world, bundle, checkpoints, tmp_path):
     reports, said = under_fsdp(tmp_path, "1", [command])
     assert [report["codes"] for report in reports] == [[2], [2]]
     assert "--fsdp_version 2" in said
+
+
+def test_an_error_of_the_main_process_reaches_all_and_stays_itself_there(tmp_path):
+    """Ctrl-C in the main process says that the run can be resumed; the other process does not wait for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from accelerate import PartialState\n"
+        "from divdec.errors import Interrupted\n"
+        "from divdec.training.inputs import on_main\n"
+        "def work(): raise Interrupted('stopped')\n"
+        "state = PartialState(cpu=True)\n"
+        "try: on_main(work)\n"
+        "except Exception as error: print(f'{state.process_index}: {error!r}\\n', end='', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", script]
+    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert sorted(result.stdout.split("\n"))[1:] == [
+        "0: Interrupted('stopped')", "1: RuntimeError(\"Interrupted('stopped')\")",
+    ], result.stderr  # fmt: skip

@@ -178,9 +178,10 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
 
 
 def number_of_experts(config: PreTrainedConfig) -> int:
-    """Return the number of experts of a mixture; 0 for other models."""
+    """Return the number of experts of a mixture, the largest where each modality has its own; 0 for other models."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return max(int(getattr(config, name, None) or 0) for name in names)
+    counts = (getattr(config, name, None) or 0 for name in names)
+    return max(max(count) if isinstance(count, list | tuple) else int(count) for count in counts)
 
 
 def _load_config(path_or_id: str, name: str) -> PreTrainedConfig:

@@ -98,7 +98,8 @@ def evaluate_attack(
     if len(prompts) != len(records):
         raise UsageError(f"there are attack prompts for {len(prompts)} questions, and {len(records)} questions")
     count = min(map(len, prompts), default=0)
-    ks = [k for k in ks or sorted({*ATTACK_KS, count}) if 0 < k <= count]
+    ks = sorted({*ATTACK_KS, count}) if ks is None else ks
+    ks = [k for k in ks if 0 < k <= count]
     if not ks:
         raise UsageError("there is nothing to ask: give questions, and at least one prompt for each")
     limit = max(ks)

@@ -44,15 +44,17 @@ def on_main(work: Callable[[], T]) -> T:
     if state.num_processes == 1:
         return work()
     sent: list[Any] = [None]
+    raised = None
     if state.is_main_process:
         try:
             sent = [(work(), None)]
         except Exception as error:
+            raised = error
             # Not every error can be pickled; ours can.
             sent = [(None, error if isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error)))]
     result, error = broadcast_object_list(sent)[0]
     if error is not None:
-        raise error
+        raise raised or error
     return result
 
 
