@@ -1,6 +1,7 @@
 """Tiny random models of many architectures, and experts of every kind for them."""
 
 import atexit
+import copy
 import dataclasses
 import functools
 import random
@@ -14,6 +15,7 @@ import transformers
 
 from divdec.bridge.pair import BridgedPair
 from divdec.data.records import texts_of
+from divdec.experts.adapters import AdapterPair, merge_adapter
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
@@ -148,6 +150,7 @@ KINDS = {
     "pair and registry": 2,
     "bridged": 2,
     "combined": 2,
+    "adapters": 3,
 }
 ORDER = 3
 FEW = list(range(40, 52))  # tokens of texts that repeat themselves
@@ -211,6 +214,28 @@ def _pair(retain, forget):
     return NeuralPair(retain, forget), lambda ids: _difference(last_logits(retain, ids), last_logits(forget, ids))
 
 
+def _adapters(base):
+    """Two adapters of random ranks on some layers of a base; the reference is the merged pair."""
+    embeddings = base.get_input_embeddings().weight
+    linears = {
+        name: part
+        for name, part in base.named_modules()
+        if isinstance(part, torch.nn.Linear) and part.weight is not embeddings
+    }
+    if not linears:  # as in GPT-2, whose layers are no nn.Linear
+        return None
+    chance, factors, merged = random.Random(0), [], []
+    for rank in (2, 3):
+        names = chance.sample(sorted(linears), max(1, 2 * len(linears) // 3))
+        shapes = {name: (linears[name].in_features, linears[name].out_features) for name in names}
+        factors.append(
+            {name: (torch.randn(rank, ins) / 8, torch.randn(outs, rank) / 2) for name, (ins, outs) in shapes.items()}
+        )
+        merged.append(copy.deepcopy(base))
+        merge_adapter(merged[-1], factors[-1])
+    return AdapterPair(base, *factors), *merged
+
+
 def _difference(retain, forget):
     width = min(len(retain), len(forget))
     return retain[:width].log_softmax(-1) - forget[:width].log_softmax(-1)
@@ -234,6 +259,11 @@ def experts_of(kind, architecture, others, dtype):
         )
         retain, forget = (model_of(name, seed, dtype) for seed, name in enumerate(names, start=1))
         return *_pair(retain, forget), retain
+    if kind == "adapters" and (adapted := _adapters(model_of(architecture, 1))):
+        pair, retain, forget = adapted
+        return pair, _pair(retain, forget)[1], retain
+    if kind == "adapters":
+        return experts_of("pair", architecture, others, dtype)
     if kind == "n-grams":
         return *ngrams(), None
     if kind == "registry":
