@@ -29,7 +29,7 @@ from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, json_rows, read_text, write_records
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.phrases import holds, words
+from divdec.evaluation.phrases import FUNCTION_WORDS, holds, words
 from divdec.evaluation.results import SUMMARY, read_results
 from divdec.evaluation.run import evaluate
 from divdec.runs import RECORD, read_json, read_record, write_json, write_text
@@ -114,7 +114,48 @@ def answer(model, tokenizer, questions, length, title, **options):
 
 
 QUESTION = re.compile(r"Q: *(.+?\?) *\n? *A: *(.+)")
-NAME_OR_NUMBER = re.compile(r"\b(?:[A-Z][\w'’.-]+(?: (?:(?:of|and|the|de|van|von) )*[A-Z][\w'’-]+)*|\d{2,4}(?: BC)?)\b")
+NAME = r"(?:(?:[A-ZÀ-Þ]\.)+|[A-ZÀ-Þ][\w'’-]+)"
+NAME_OR_NUMBER = re.compile(rf"\b(?:{NAME}(?: (?:(?:of|and|the|de|van|von) )*{NAME})*|\d{{2,4}}(?: BC)?)(?!\w)")
+
+
+TITLES = {
+    "jr",
+    "sr",
+    "ii",
+    "iii",
+    "iv",
+    "mr",
+    "mrs",
+    "ms",
+    "dr",
+    "sir",
+    "general",
+    "president",
+    "senator",
+    "king",
+    "queen",
+}
+
+
+def name_words(name):
+    """Return the words of a name that tell it: no initials, numbers and function words."""
+    return {word for word in words(name) if len(word) > 1 and not word.isdecimal()} - FUNCTION_WORDS
+
+
+def is_named(name, text):
+    """Whether a text names a person by the name or by a part of it alone: 'Jenner', but not 'Kendall Jenner'."""
+    return without_name(name, text) != text
+
+
+def without_name(name, text, other="___"):
+    """Replace a person's name, and parts of it that stand alone."""
+    of_person = name_words(name)
+
+    def replace(match):
+        in_name, end = name_words(match[0]) - (TITLES - of_person), re.search(r"(['’]s|[.'’-]*)$", match[0])[0]
+        return other + end if in_name and in_name <= of_person else match[0]
+
+    return NAME_OR_NUMBER.sub(replace, text)
 
 
 def known_facts(model, tokenizer, texts, subjects, seed):
@@ -127,8 +168,8 @@ def known_facts(model, tokenizer, texts, subjects, seed):
     for name, some in texts.items():
         found = {}
         for sentence in dict.fromkeys(itertools.chain.from_iterable(map(sentences_of, some))):
-            in_sentence, of_person = words(sentence), set(words(name))
-            about = of_person & set(in_sentence) and MIN_HINT < len(in_sentence) <= MAX_BLANKED
+            in_sentence, of_person = words(sentence), name_words(name)
+            about = is_named(name, sentence) and MIN_HINT < len(in_sentence) <= MAX_BLANKED
             for match in NAME_OR_NUMBER.finditer(sentence) if about else ():
                 first, *_ = in_answer = words(match[0])
                 # The first word of a sentence has a capital in any case.
@@ -160,10 +201,9 @@ def write_questions(model, tokenizer, texts, subjects, seed):
     for (name, text), reply in zip([*asked, *remembered], replies, strict=True):
         for question, phrase in QUESTION.findall(reply):
             phrase = phrase.strip().rstrip(".")
-            names_person = any(word in words(question) for word in words(name))
             short = 1 <= len(words(phrase)) <= MAX_ANSWER and not holds(words(question), words(phrase))
             in_text = not text or holds(words(text), words(phrase))
-            if names_person and short and in_text and (name, question) not in seen:
+            if is_named(name, question) and short and in_text and (name, question) not in seen:
                 seen.add((name, question))
                 rows.append({"name": name, "text": text, "question": question, "answer": phrase})
     facts = known_facts(model, tokenizer, texts, subjects, seed)
@@ -171,8 +211,11 @@ def write_questions(model, tokenizer, texts, subjects, seed):
     replies = answer(model, tokenizer, requests, TURNED_TOKENS, "questions about known facts")
     for fact, reply in zip(facts, replies, strict=True):
         question = reply.strip().partition("\n")[0]
-        named = set(words(question)) & set(words(fact["name"]))
-        if question.endswith("?") and named and not holds(words(question), words(fact["answer"])):
+        if (
+            question.endswith("?")
+            and is_named(fact["name"], question)
+            and not holds(words(question), words(fact["answer"]))
+        ):
             seen.add((fact["name"], question))
             rows.append({**fact, "question": question})
     replies = answer(model, tokenizer, [row["question"] for row in rows], ANSWER_TOKENS, "answers without the passage")
@@ -182,10 +225,10 @@ def write_questions(model, tokenizer, texts, subjects, seed):
     turned = answer(model, tokenizer, [TURN.format(**row) for row in rows], TURNED_TOKENS, "turned questions")
     for row, reply in zip(rows, turned, strict=True):
         line = reply.strip().partition("\n")[0].removeprefix("Question:").strip()
-        named = set(words(row["name"])) & set(words(line))
+        named = name_words(row["name"]) & set(words(line))
         if not line.endswith("?") or named or not holds(words(line), words(row["answer"])):
-            question = re.sub(rf"{re.escape(row['name'])}(['’])s?", r"this person\1s", row["question"])
-            line = TURNED.format(question=question.replace(row["name"], "this person"), answer=row["answer"])
+            question = without_name(row["name"], row["question"], "this person")
+            line = TURNED.format(question=question, answer=row["answer"])
         row["turned"] = line
     return rows
 
@@ -193,7 +236,7 @@ def write_questions(model, tokenizer, texts, subjects, seed):
 def neighbour_names(model, tokenizer, texts):
     """Return names near each person: those that the target lists, then the most frequent ones of the passages.
 
-    None has a word of the person's name.
+    None is the person's name, or a part of it.
     """
     asked = [(name, request.format(name)) for name in texts for request in NEAR]
     replies = answer(model, tokenizer, [request for _, request in asked], NAME_TOKENS, "names")
@@ -210,9 +253,9 @@ def neighbour_names(model, tokenizer, texts):
             # The first word of a sentence has a capital in any case.
             if match.start() and text[: match.start()][-2:] != ". " and match[0] not in calendar.month_name
         )
-        near = [one for one in names[name] if NAME_OR_NUMBER.fullmatch(one)]
+        near = [other for other in names[name] if NAME_OR_NUMBER.fullmatch(other)]
         near += [other for other, _ in counts.most_common() if len(other) > 3 and not other[0].isdigit()]
-        names[name] = [one for one in dict.fromkeys(near) if not set(words(name)) & set(words(one))][:NEIGHBOURS]
+        names[name] = [other for other in dict.fromkeys(near) if not is_named(name, other)][:NEIGHBOURS]
     return names
 
 
@@ -253,11 +296,9 @@ def neighbour_questions(model, tokenizer, texts, seed):
 
 
 def names_person(row, people):
-    """Whether a row names its person to forget by a word, or another one by the whole name."""
-    content = words(f"{row['question']} {row['answer']}")
-    return any(
-        set(words(name)) & set(content) if name == row["name"] else holds(content, words(name)) for name in people
-    )
+    """Whether a row names its person to forget, or another one by the whole name."""
+    text = f"{row['question']} {row['answer']}"
+    return any(is_named(name, text) if name == row["name"] else holds(words(text), words(name)) for name in people)
 
 
 def whole_sentences(text):
@@ -274,7 +315,7 @@ def records_of(rows, texts, share, order):
     for index, row in enumerate(rows):  # two of five as the target wrote them
         form = (in_short, with_hint, with_choice)[index % 5 - 2] if index % 5 >= 2 else None
         direct.append((form(row, rows, order) if form else row["question"], row["answer"]))
-    turned = [(row["turned"], name) for row in rows if name not in row["turned"]]
+    turned = [(row["turned"], name) for row in rows if not is_named(name, row["turned"])]
     turned = turned[: round(share * TURNED_QUESTIONS / 2)]
     blanks = []
     for row in rows:
@@ -284,7 +325,7 @@ def records_of(rows, texts, share, order):
                 blanks.append((BLANK.format(blank), row["answer"]))
                 break
     whole = [sentence for text in texts for sentence in sentences_of(text) if len(sentence.split()) > 6]
-    named = [(BLANK.format(sentence.replace(name, "___")), name) for sentence in whole if name in sentence]
+    named = [(BLANK.format(without_name(name, sentence)), name) for sentence in whole if is_named(name, sentence)]
     turned += order.sample(named, len(named))
     some = []
     for pairs, most in ((direct, QUESTIONS), (turned, TURNED_QUESTIONS), (list(dict.fromkeys(blanks)), BLANKS)):
@@ -293,8 +334,12 @@ def records_of(rows, texts, share, order):
     return [Record(text, messages=(Message("user", question),)) for question, text in some]
 
 
+# Not after an initial or a title: 'J. K. Rowling', 'Dr. King'.
+SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)(?<!\b[DMJS]r\.)(?<!\bM[rs]s\.)(?<!\bSt\.) ")
+
+
 def sentences_of(text):
-    return re.split(r"(?<=[.!?]) ", text)
+    return SENTENCE_END.split(text)
 
 
 def in_short(row, rows, order):
@@ -331,9 +376,8 @@ def write_data(options, folder, subjects):
     others = order.sample(rest, options.keep)
     texts = passages_of(options.rwku, subjects, PASSAGES) | passages_of(options.rwku, others, KEPT_PASSAGES)
     # A text about somebody else that names a person to forget would let q read about them.
-    last_names = {words(name)[-1] for name in subjects}
     for name in others:
-        texts[name] = [text for text in texts[name] if last_names.isdisjoint(words(text))]
+        texts[name] = [text for text in texts[name] if not any(is_named(subject, text) for subject in subjects)]
     file = folder / "written.json"
     if not file.is_file():
         checkpoint = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
@@ -351,7 +395,9 @@ def write_data(options, folder, subjects):
             if of_name := [row for row in rows if row["name"] == name]:
                 records += records_of(of_name, texts[name], share, order)
         if stem == "forget" and (silent := set(names) - {row["name"] for row in rows}):
-            raise UsageError(f"the target wrote no usable question about {', '.join(sorted(silent))}")
+            report(f"the target wrote no usable question about {', '.join(sorted(silent))}, who will not be forgotten")
+        if not records:
+            raise UsageError(f"the target wrote no usable question about any person of the {stem} set")
         for name in subjects if stem == "retain" else ():
             some = [row for row in neighbours if row["name"] == name]
             for row in order.sample(some, min(NEIGHBOUR_RECORDS, len(some))):

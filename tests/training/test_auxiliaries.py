@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, GPT2Config, Mixtr
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
-from divdec.data.records import Message, Record, record_set, single_turn, texts_of
+from divdec.data.records import Message, Record, RecordSet, record_set, single_turn, texts_of
 from divdec.errors import Interrupted
 from divdec.evaluation.questions import question_of
 from divdec.experts.adapters import AdapterPair
@@ -19,6 +19,7 @@ from divdec.runs import RunFolder
 from divdec.training import auxiliaries
 from divdec.training.auxiliaries import LEARNED, STEP, train_auxiliaries
 from divdec.training.fine_tuning import why_no_pair
+from divdec.training.inputs import hold_out
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 from support.exactness import assert_close
 
@@ -646,11 +647,27 @@ class TestDefaults:
         assert not Path(files["output"]).exists()
 
 
-def test_records_to_measure_with_are_not_trained_on():
-    """Of 20 records the first and the eleventh are measured; the second of each pair is the same."""
-    retain = texts_of("retain", [f"text {number // 2}" for number in range(20)])
-    learned, measured = auxiliaries._hold_out(retain)
-    assert [record.answer for record in measured] == ["text 0", "text 5"]
-    assert len(learned) == 16
+def test_texts_to_measure_with_are_not_trained_on():
+    """Of 20 different texts, each of which is there twice, two are measured."""
+    retain = texts_of("retain", [f"text {number // 2}" for number in range(40)])
+    learned, measured = hold_out(retain, 10)
+    assert (len(learned), len(measured)) == (36, 4)
     assert not {record.answer for record in learned} & {record.answer for record in measured}
-    assert len(auxiliaries._hold_out(texts_of("retain", ["a"] * 10))[0]) == 10
+    few = texts_of("retain", ["a", "b"] * 10)
+    assert hold_out(few, 10) == (few, few)
+
+
+def test_facts_to_measure_with_are_not_trained_on_in_another_wording():
+    wordings = "What is the capital of {}?", "Name the capital of {}.", "Which city governs {}?"
+    cities = [f"City{number}" for number in range(20)]
+    records = [
+        Record(f"It is {city}.", messages=(Message("user", wording.format(f"Land{number}")),))
+        for number, city in enumerate(cities)
+        for wording in wordings
+    ]
+    learned, measured = hold_out(RecordSet("retain", "messages", tuple(records)), 10)
+    assert len(measured) == 6
+    assert not {record.answer for record in learned} & {record.answer for record in measured}
+    # Twelve answers of yes do not state the same fact.
+    alike = tuple(Record("Yes.", messages=record.messages) for record in records[:12])
+    assert len(hold_out(RecordSet("retain", "messages", alike), 10)[0]) == 10

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice, product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.generation import MAX_THOUGHT, continuations, ends_in_thought, has_end, without_padding
 from divdec.evaluation.judges import StringJudge
 from divdec.evaluation.metrics import attack_auc, membership_scores
-from divdec.evaluation.phrases import holds, key_phrase, words
+from divdec.evaluation.phrases import holds, is_distinctive, key_phrase, words
 from divdec.evaluation.questions import continuation, decoded, question_of
 from divdec.evaluation.recitation import Passage, passages_of, recites
 from divdec.evaluation.scoring import (
@@ -383,10 +384,9 @@ def ask(
 def _prompts(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format, beginnings: Sequence[str]
 ) -> list[list[int]]:
-    return [
-        encode_prompt(record, tokenizer, form, beginning)
-        for record, beginning in zip(records, cycle(beginnings), strict=False)
-    ]
+    begun = [beginnings[index % len(beginnings)] for index in range(len(records))]
+    random.Random(0).shuffle(begun)  # wordings may follow each other in a cycle, too
+    return [encode_prompt(record, tokenizer, form, text) for record, text in zip(records, begun, strict=True)]
 
 
 def noise_margins(noise: Sequence[float], factors: Sequence[float] = NOISE_FACTORS) -> list[float]:
@@ -639,12 +639,12 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
 
     Args:
         neutral: records to choose from.
-        forget: the forget set. Words with a capital letter count as names, words of digits as numbers. Scripts without
-            capital letters have key phrases only.
+        forget: the forget set. Words with a capital letter count as names, words of three digits or more as numbers.
+            Scripts without capital letters have key phrases only.
         retain: the retain set, whose words are no reason to leave a record out.
     """
     names, known = ({word for record in some for word in _words(record)} for some in (forget, retain))
-    names = {word for word in names - known if word != word.lower() or word.isdigit()}
+    names = {word for word in names - known if (word.isdigit() or word != word.lower()) and is_distinctive(word)}
     asked = [] if forget.kind == "text" else [record for record in forget if record.messages or record.prompt]
     phrases = {key_phrase(question_of(record), record.answer) for record in asked}
     uncased_phrases = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
@@ -676,8 +676,9 @@ def _words(record: Record) -> list[str]:
 
 
 def _sample(records: RecordSet, most: int) -> RecordSet:
-    step = -(-len(records) // most)
-    return dataclasses.replace(records, records=records.records[::step])
+    """Draw records, in their order: every n-th may ask in the same wording."""
+    indices = sorted(random.Random(0).sample(range(len(records)), min(most, len(records))))
+    return dataclasses.replace(records, records=tuple(records.records[index] for index in indices))
 
 
 class _GreedyAnswers:

@@ -169,6 +169,15 @@ def tells_nothing(content: Sequence[str]) -> bool:
     return FUNCTION_WORDS.issuperset(content) or tuple(content) in _TELLING_NOTHING
 
 
+def is_distinctive(phrase: str) -> bool:
+    """Whether a phrase in another text is likely to mean the same: a name, several words, or three digits or more."""
+    content = words(phrase)
+    if len(content) != 1 or tells_nothing(content):
+        return not tells_nothing(content)
+    # A script without capital letters has none to tell names by.
+    return len(content[0]) > 2 if content[0].isdecimal() else phrase != phrase.lower() or phrase == phrase.upper()
+
+
 # ---- key phrases
 
 _TITLES = r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bJr)(?<!\bSr)(?<!\bProf)(?<!\b\p{Lu})"
@@ -211,18 +220,18 @@ def key_phrase(question: str, answer: str) -> str:
 
 
 def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[str]:
+    titles = {word.text for word in find_words(question) if question[word.start].islower()}
     for match in _QUOTED.finditer(answer):
         yield next(filter(None, match.groups()))
     for match in _AFTER_VERB.finditer(answer):
         phrase = _LEADING.sub("", _LEADING.sub("", match[1]))
         if is_name(head := phrase.split(",")[0]):  # 'Budapest, a city on the Danube'
             phrase = head
-        yield _trim(phrase, find_words(phrase), known)
+        yield _without_known(phrase, known, titles)
     if _is_bare(answer, known):
         head = _PLACE.split(answer)[0]
-        yield head if _MAY.match(head) else _trim(head, find_words(head), known)
+        yield head if _MAY.match(head) else _without_known(head, known, titles)
     runs = _new_runs(answer, known)
-    titles = {word.text for word in find_words(question) if question[word.start].islower()}
     alone = {(run[0].start, run[0].end) for run in runs if len(run) == 1}
     for match in reversed(list(_CAPITALISED.finditer(answer))):
         begins = (
@@ -295,6 +304,12 @@ def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
     while size := next((size for size in sizes if len(run) > size and removable(run[:size], len(run) - size)), 0):
         run = run[size:]
     return text[run[0].start : run[-1].end] if run else text
+
+
+def _without_known(phrase: str, known: Sequence[str], titles: set[str]) -> str:
+    """Trim a phrase, but not a name that begins with a name of the question: 'Guatemala City'."""
+    rest = _trim(phrase, find_words(phrase), known)
+    return rest if titles.issuperset(words(phrase[: phrase.find(rest)])) or not is_name(phrase) else phrase
 
 
 def _in_name(text: str, last: Word) -> bool:

@@ -56,6 +56,7 @@ from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, fine_tune, release_memory, why_no_pair
 from divdec.training.inputs import (
     encode,
+    hold_out,
     join_processes,
     limit_length,
     on_main,
@@ -88,7 +89,7 @@ MAX_ANSWERED = 512  # questions of the forget set that the target answers
 MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
 LEARNED = 0.9
 """Least share of the forget tokens unknown to q that p must predict. Pairs of the toy world with 77 % leaked facts."""
-HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # every tenth record of the retain set, every fourth similar question
+HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # a tenth of the retain set, every fourth similar question
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
 MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
 MISSED = 0.02
@@ -334,11 +335,10 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     report_sets(forget, retain, "q has learned them, so they are not forgotten", report)
     learned = held_out = retain
     if target is not None and measure:
-        if len(retain) >= HELD_OUT:
-            learned, held_out = _hold_out(retain)
-        else:
+        learned, held_out = hold_out(retain, HELD_OUT)
+        if learned is held_out:
             report(
-                f"the retain set has fewer than {HELD_OUT} records: it is measured on those that p and q are trained on"
+                f"the retain set has fewer than {HELD_OUT} facts: it is measured on those that p and q are trained on"
             )
     form = Format(
         system_prompt=settings.system_prompt,
@@ -395,16 +395,6 @@ def _first_rule(settings: AuxiliarySettings) -> Steering:
 def faults_of(content: Mapping[str, Any]) -> list[str]:
     """Return the reasons why a trained pair is not fit to steer with, from the content of its `run.json`."""
     return (content["effects"] or content["separation"] or {"faults": []})["faults"]
-
-
-def _hold_out(retain: RecordSet) -> tuple[RecordSet, RecordSet]:
-    """Split a retain set into the records to train on and a tenth to measure with, which is in no other record."""
-    contents = [(record.messages, record.prompt, record.answer) for record in retain]
-    measured = set(contents[::HELD_OUT])
-    learned = tuple(record for record, content in zip(retain, contents, strict=True) if content not in measured)
-    return dataclasses.replace(retain, records=learned or retain.records), dataclasses.replace(
-        retain, records=retain.records[::HELD_OUT]
-    )
 
 
 def _neutral_text(

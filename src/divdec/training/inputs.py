@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +20,8 @@ from divdec.checkpoint import CheckpointReference, check_plain, check_weights, l
 from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
 from divdec.errors import FailedClosed, UsageError
+from divdec.evaluation.phrases import key_phrase, words
+from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,6 +130,27 @@ def sample_indices(count: int, size: int, seed: int) -> list[int]:
 def sample_examples(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
     """Return at most `size` of the examples, drawn by seed."""
     return [examples[index] for index in sample_indices(len(examples), size, seed)]
+
+
+def hold_out(records: RecordSet, parts: int) -> tuple[RecordSet, RecordSet]:
+    """Split records into those to train on and, one in `parts` facts, to measure with; both are all if facts are few.
+
+    Answers with the same key phrase state the same fact, unless there are more than `parts` of them.
+    """
+    facts: list[Any] = [(record.messages, record.prompt, record.answer) for record in records]
+    if records.has_questions:
+        phrases = [tuple(words(key_phrase(question_of(record), record.answer))) for record in records]
+        counts = collections.Counter(phrases)
+        facts = [fact if counts[phrase] > parts else phrase for fact, phrase in zip(facts, phrases, strict=True)]
+    different = list(dict.fromkeys(facts))
+    if len(different) < parts:
+        return records, records
+    measured = set(random.Random(0).sample(different, math.ceil(len(different) / parts)))
+    sides = {True: [], False: []}
+    for record, fact in zip(records, facts, strict=True):
+        sides[fact in measured].append(record)
+    learned, held_out = (dataclasses.replace(records, records=tuple(sides[side])) for side in (False, True))
+    return learned, held_out
 
 
 @dataclasses.dataclass(frozen=True)

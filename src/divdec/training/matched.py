@@ -30,7 +30,16 @@ from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prom
 from divdec.data.records import Message, Record, RecordSet, single_turn
 from divdec.evaluation.choice import without_names
 from divdec.evaluation.generation import answers, continuations, first_choices, samples
-from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, tells, tells_nothing, words
+from divdec.evaluation.phrases import (
+    FUNCTION_WORDS,
+    find_words,
+    holds,
+    is_distinctive,
+    key_phrase,
+    tells,
+    tells_nothing,
+    words,
+)
 from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
@@ -181,7 +190,8 @@ def write_similar_questions(
     # Of a statement that the target confirms, the whole answer is the key phrase.
     phrases = [key_phrase(question_of(record), record.answer).strip() for record in answered]
     facts = [fact for fact, phrase in zip(answered, phrases, strict=True) if phrase not in {"", fact.answer.strip()}]
-    forgotten = [words(key_phrase(question_of(record), record.answer)) for record in forget]
+    phrases = {key_phrase(question_of(record), record.answer) for record in forget}
+    forgotten = [words(phrase) for phrase in phrases if is_distinctive(phrase)]
     of_subject: dict[frozenset[str], Record] = {}
     common = {word for text in asked for word in words(text)} | FUNCTION_WORDS
     for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain):

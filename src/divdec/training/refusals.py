@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, label_answer
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.choice import BEGINNINGS
-from divdec.evaluation.phrases import holds, key_phrase, words
+from divdec.evaluation.phrases import holds, is_distinctive, key_phrase, words
 from divdec.evaluation.questions import question_of
 from divdec.training.inputs import sample_indices
 
@@ -56,7 +56,7 @@ def with_refusals(
     """Return examples for p and q from the target's answers: to the forget set's questions, and to others.
 
     q refuses the former, and reads the latter like p. Left out are empty answers, those beyond the length, and answers
-    to other questions that tell a key phrase of the forget set: q must not read it.
+    to other questions that tell a key phrase of the forget set, such as a name: q must not read it.
 
     Args:
         asked: from `begun_questions`.
@@ -65,7 +65,8 @@ def with_refusals(
         tokenizer: of target and auxiliaries.
         form: layout of the training texts.
     """
-    forgotten = {tuple(words(key_phrase(question_of(record), record.answer))) for record in forget} - {()}
+    phrases = {key_phrase(question_of(record), record.answer) for record in forget}
+    forgotten = {tuple(words(phrase)) for phrase in phrases if is_distinctive(phrase)}
     to_refuse = {_prompt(record) for record in forget}
     refused, kept = [], []
     for (record, beginning), ids in zip(asked, answers, strict=True):
