@@ -94,9 +94,7 @@ class State:
 
     def find(self, request_id: str) -> TakedownRequest | None:
         """Return the request in force that has this id, in any Unicode normalisation."""
-        named = [entry for entry in self.entries.values() if normal_id(entry.id) == normal_id(request_id)]
-        # A registry of an earlier version may hold both spellings.
-        return next((entry for entry in named if entry.id == request_id), named[0] if named else None)
+        return next((entry for entry in self.entries.values() if entry.id == normal_id(request_id)), None)
 
 
 def normal_id(request_id: str) -> str:
@@ -183,11 +181,6 @@ class Store:
         """
         self.folder, self.path = folder, folder / DATABASE
         if not self.path.is_file():
-            if (folder / "registry.json").is_file():
-                raise UsageError(
-                    f"{folder} is a registry of an older divdec; create another one (divdec takedown init NEW_FOLDER "
-                    "--target … --retain …) and add the requests to it again"
-                )
             if (folder / RETAIN).is_dir() and (folder / TOKENIZER).is_dir():
                 raise FailedClosed(f"{self.path} is gone: nothing can tell what is to be forgotten; restore it")
             raise UsageError(f"{folder} is no registry: it has no {DATABASE}; `divdec takedown init` makes one")
