@@ -1,6 +1,7 @@
-"""Commands read options, call one function and print; shapes in signatures are checked in both packages."""
+"""Commands are short, imports have no cycles, and shapes in signatures are checked in both packages."""
 
 import ast
+import graphlib
 import importlib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ COMMANDS = [
     *(ROOT / "src" / "divdec" / "cli").rglob("*.py"),
     *(ROOT / "research" / "src" / "divdec_research" / "cli").rglob("*.py"),
 ]
+PACKAGES = (ROOT / "src" / "divdec", ROOT / "research" / "src" / "divdec_research")
 MAX_LINES = 40
 
 
@@ -29,6 +31,44 @@ def test_functions_of_commands_are_short(path):
         node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
     ]
     assert {node.name: lines for node in functions if (lines := body_lines(node)) > MAX_LINES} == {}
+
+
+def imported_names(path):
+    """Return what a file imports at any level: in functions and for type checking too."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def import_graph(package):
+    """Return the modules that each module of a package imports; of a package, only what its `__init__.py` imports."""
+    paths = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in package.rglob("*.py")
+    }
+    graph = {}
+    for module, path in paths.items():
+        names = [name if name in paths else name.rpartition(".")[0] for name in imported_names(path)]
+        graph[module] = {name for name in names if name in paths} - {module}
+    return graph
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_imports_have_no_cycles(package):
+    graphlib.TopologicalSorter(import_graph(package)).prepare()  # its CycleError names the modules
+
+
+def test_cycle_through_function_is_found(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "first.py").write_text("import package.second\n")
+    (package / "second.py").write_text("def load():\n    from package.first import something\n")
+    with pytest.raises(graphlib.CycleError, match="nodes are in a cycle"):
+        graphlib.TopologicalSorter(import_graph(package)).prepare()
 
 
 @pytest.mark.parametrize(

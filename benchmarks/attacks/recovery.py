@@ -642,7 +642,7 @@ class AttackTargets:
         folder, work = self.folder / "models" / trial.folder, self.folder / "work"
         if name not in CHECKPOINTS:  # bundles are cheap to write, and refer to models by digest
             return build_model(trial, self.benchmark, folder / "model", work).folder
-        fingerprint = trial.fingerprint(self.benchmark)
+        fingerprint = self.benchmark.fingerprint(trial)
         if not (folder / BUILT).is_file() or read_json(folder / BUILT)["fingerprint"] != fingerprint:
             self.report(f"seed {self.benchmark.seed}: building {name}")
             built = build_model(trial, self.benchmark, folder / "model", work)

@@ -432,14 +432,6 @@ def test_git_add_ignores_registry_key(registry, tmp_path):
     assert "secret.key" not in tracked
 
 
-def test_outdated_registry_error_names_create_command(tmp_path):
-    (tmp_path / "registry.json").write_text(json.dumps({"format": "divdec registry 2"}))
-    (tmp_path / "log.jsonl").write_text("")
-    for attempt in (Registry, TakedownCorrection):
-        with pytest.raises(UsageError, match="divdec takedown init NEW_FOLDER"):
-            attempt(tmp_path)
-
-
 def test_model_with_takedowns_cannot_be_saved_without_registry(bundles, registry, tokenizer, tmp_path):
     model = DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"], registry=registry.folder)
     with pytest.raises(UsageError, match="cannot be saved from memory"):

@@ -11,15 +11,25 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from divdec.cli.loading import device_map, quiet, report
-from divdec.costs.estimate import CostSettings, estimate_costs
+from divdec.costs.estimate import CostEstimate, CostSettings, estimate_costs
+from divdec.costs.model_size import format_bytes, format_quantity, is_quantity
 from divdec.evaluation.settings import EvalSettings, LeakSettings
 from divdec.options import Printing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.table import Table
+
     from divdec.evaluation.results import Results
     from divdec.evaluation.run import Suite
+
+LABELS = {  # of the rows of `divdec cost`
+    "target": "target alone, unsteered",
+    "steer": "steer",
+    "distil": "distil",
+    "n-gram": "steer with n-grams",
+}
 
 app = App(name="eval", help="Measure models: how often their answers leak, and benchmarks.")
 
@@ -57,9 +67,6 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
     """
     from rich.console import Console
 
-    from divdec.costs.model_size import is_quantity
-    from divdec.report.costs import cost_lines, cost_table
-
     if not (is_quantity(settings.target) and is_quantity(settings.aux)):
         quiet()  # transformers reads configurations
     result = estimate_costs(settings)
@@ -69,10 +76,53 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
         print(json.dumps(result.to_dict(), indent=2))
         return
     console = Console(width=max(Console().width, 80))
-    console.print(cost_table(result))
-    for line in cost_lines(result):
+    console.print(_cost_table(result))
+    for line in _cost_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\n[bold]{result.choice or 'no choice'}[/bold]: {result.reason}", highlight=False, soft_wrap=True)
+
+
+def _cost_table(estimate: CostEstimate) -> Table:
+    """One row per option: FLOPs once, per token, and for the volume."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("option", no_wrap=True)
+    heads = ["FLOPs once", "per token", "vs target"]
+    heads += [] if estimate.volume is None else [f"for {format_quantity(estimate.volume)} tokens"]
+    for title in heads:
+        table.add_column(title, justify="right", no_wrap=True)
+    target = estimate.options["target"].per_token
+    for name, cost in estimate.options.items():
+        cells = [LABELS[name], f"{cost.once:.3g}", f"{cost.per_token:.3g}", f"{cost.per_token / target - 1:+.1%}"]
+        cells += [] if estimate.volume is None else [f"{cost.at(estimate.volume):.3g}"]
+        table.add_row(*cells, style="bold" if name == estimate.choice else None)
+    return table
+
+
+def _cost_lines(estimate: CostEstimate) -> list[str]:
+    """The rest of the estimate as lines of text."""
+    edges, memory = estimate.break_even, estimate.memory
+
+    def memory_of(kind: str) -> str:
+        return f"{format_bytes(memory[f'target_{kind}'])} + {format_bytes(memory[f'auxiliary_{kind}'])}"
+
+    lines = [
+        f"target N = {format_quantity(estimate.N)}, auxiliaries n = {format_quantity(estimate.n)} each: "
+        f"compute increase 2n/N {estimate.increase:.1%}",
+        f"training both auxiliaries: {estimate.training:.3g} FLOPs",
+        f"distillation: {estimate.distillation['paper']:.3g} FLOPs more; {estimate.distillation['live']:.3g} with the "
+        "target's own pass, which the paper leaves out",
+        f"break-even volume {format_quantity(edges['paper'])} tokens; {format_quantity(edges['live'])} with that pass",
+        f"memory, target + both auxiliaries: weights {memory_of('weights')} (with two adapters "
+        f"half of the second), cache per request {memory_of('cache_per_request')}, "
+        f"per token {memory_of('cache_per_token')}",
+    ]
+    guessed = [size.name for size in (estimate.target, estimate.auxiliary) if size.guessed]
+    if guessed:
+        lines.append(f"layers and caches of {' and '.join(guessed)} assume the proportions of Llama 3.1 8B")
+    return lines
 
 
 def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool, printing: Printing) -> None:

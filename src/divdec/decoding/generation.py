@@ -68,8 +68,10 @@ class SteeredGeneration(GenerationMixin):
     target: Any
     experts: Any
     takedowns: Any
+    config: Any
     generation_config: Any
     steering: Any
+    vocab_size: int
     embeddings: int
     _cache_owner: str
 

@@ -7,6 +7,7 @@ error, and nothing is written.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import re
 import shutil
@@ -47,7 +48,7 @@ from divdec.steering import NO_RULE, Steering
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.decoding.generation import SteeredGeneration
 
 TRAINING = "training.json"
 """File in an auxiliary's folder that says how it was trained."""
@@ -267,7 +268,7 @@ def is_bundle(folder: Path) -> bool:
 
 
 def save_packed(
-    model: DivergenceForCausalLM,
+    model: SteeredGeneration,
     save_directory: str | os.PathLike[str],
     *,
     is_main_process: bool = True,
@@ -323,14 +324,12 @@ def save_packed(
             os.replace(path, folder / path.name)
 
 
-def _save_parts(
-    model: DivergenceForCausalLM, folder: Path, state_dict: Mapping[str, Any] | None, **kwargs: Any
-) -> None:
+def _save_parts(model: SteeredGeneration, folder: Path, state_dict: Mapping[str, Any] | None, **kwargs: Any) -> None:
     modules = {"target": "target", **{part: f"experts.{part.removesuffix('_auxiliary')}" for part in AUXILIARIES}}
     references: dict[str, dict[str, Any]] = {}
     configs = {}
     for part, name in modules.items():
-        loaded: Any = model.get_submodule(name)
+        loaded = operator.attrgetter(name)(model)
         weights = None
         if state_dict is not None:
             weights = {

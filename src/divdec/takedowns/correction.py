@@ -23,7 +23,6 @@ from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, masked
 from divdec.takedowns.canonical import WINDOW, CanonicalReader
 from divdec.takedowns.counts import extended, sum_counts
-from divdec.takedowns.registry import Registry
 from divdec.takedowns.store import RETAIN, State, Store
 
 
@@ -85,7 +84,7 @@ class TakedownCorrection:
         retain = NgramCounts.load(self.folder / RETAIN)
         if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
             raise UsageError(f"{self.folder}: {RETAIN} holds other counts than the registry's; restore it")
-        self.reader = CanonicalReader(Registry(self.folder).tokenizer(), self.vocab_size)
+        self.reader = CanonicalReader(self._store.load_tokenizer(), self.vocab_size)
         """Reads contexts in canonical form."""
         self.retain = StupidBackoff(retain)
         """The n-gram model of the retain set, which no request changes."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from divdec.data.records import RecordSet
-from divdec.errors import FailedClosed, UsageError, first_line
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
@@ -37,6 +37,7 @@ from divdec.takedowns.store import (
     TakedownRequest,
     check_strength,
     create_keys,
+    load_plain_tokenizer,
     normal_id,
 )
 
@@ -141,18 +142,8 @@ class Registry:
         return cls(folder)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer that requests are encoded with.
-
-        Raises:
-            UsageError: it is not the one that the registry was created with.
-        """
-        if changed := self._changed_tokenizer_files():
-            raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
-        if self.description.get("plain_tokenizer") is True:
-            return _load_plain(self.folder / TOKENIZER)
-        from divdec.checkpoint import load_tokenizer  # loads torch
-
-        return load_tokenizer(self.folder / TOKENIZER)
+        """Load the tokenizer that requests are encoded with; see `Store.load_tokenizer`."""
+        return self._store.load_tokenizer()
 
     def target(self, path_or_id: str | None = None) -> Path:
         """Return the folder of the model that requests are measured on; `path_or_id` replaces its recorded place.
@@ -317,7 +308,7 @@ class Registry:
             NgramCounts.load(self.folder / RETAIN)
         except (UsageError, FailedClosed) as error:
             problems.append(str(error))
-        for file in self._changed_tokenizer_files():
+        for file in self._store.changed_tokenizer_files():
             problems.append(f"{file} is missing or has changed; restore it from a backup")
         try:
             with self._store.read() as connection:
@@ -348,10 +339,6 @@ class Registry:
             raise UsageError(f"there is no request {request_id!r} in {self.folder}; in force: {known}")
         return entry
 
-    def _changed_tokenizer_files(self) -> list[Path]:
-        files = {self.folder / TOKENIZER / name: sha for name, sha in self.description["tokenizer_files"].items()}
-        return [file for file, sha in files.items() if not file.is_file() or file_sha256(file) != sha]
-
 
 def _check_labels(request_id: str, reference: str) -> None:
     visible = reference.translate(dict.fromkeys(map(ord, "\n\u200c\u200d")))  # Persian and Indic words have joiners
@@ -375,16 +362,7 @@ def _now() -> str:
 def _is_plain(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     """Whether the saved tokenizer file gives the same tokens without the tokenizer's class, and so without torch."""
     pipeline = _pipeline(tokenizer)
-    return bool(pipeline) and pipeline == _pipeline(_load_plain(folder))
-
-
-def _load_plain(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
+    return bool(pipeline) and pipeline == _pipeline(load_plain_tokenizer(folder))
 
 
 def _pipeline(tokenizer: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import stat
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -25,10 +25,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256
 from divdec.takedowns.counts import PackedCounts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DATABASE, FORMAT = "registry.db", "divdec registry 5"
 RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
@@ -94,9 +97,7 @@ class State:
 
     def find(self, request_id: str) -> TakedownRequest | None:
         """Return the request in force that has this id, in any Unicode normalisation."""
-        named = [entry for entry in self.entries.values() if normal_id(entry.id) == normal_id(request_id)]
-        # A registry of an earlier version may hold both spellings.
-        return next((entry for entry in named if entry.id == request_id), named[0] if named else None)
+        return next((entry for entry in self.entries.values() if entry.id == normal_id(request_id)), None)
 
 
 def normal_id(request_id: str) -> str:
@@ -183,11 +184,6 @@ class Store:
         """
         self.folder, self.path = folder, folder / DATABASE
         if not self.path.is_file():
-            if (folder / "registry.json").is_file():
-                raise UsageError(
-                    f"{folder} is a registry of an older divdec; create another one (divdec takedown init NEW_FOLDER "
-                    "--target … --retain …) and add the requests to it again"
-                )
             if (folder / RETAIN).is_dir() and (folder / TOKENIZER).is_dir():
                 raise FailedClosed(f"{self.path} is gone: nothing can tell what is to be forgotten; restore it")
             raise UsageError(f"{folder} is no registry: it has no {DATABASE}; `divdec takedown init` makes one")
@@ -343,6 +339,25 @@ class Store:
         if not counts.is_file() or file_sha256(counts) != self.description["retain"]:
             raise FailedClosed(f"{counts.parent} is missing or holds other counts than the registry's; restore it")
 
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer that requests are encoded with.
+
+        Raises:
+            UsageError: it is not the one that the registry was created with.
+        """
+        if changed := self.changed_tokenizer_files():
+            raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
+        if self.description.get("plain_tokenizer") is True:
+            return load_plain_tokenizer(self.folder / TOKENIZER)
+        from divdec.checkpoint import load_tokenizer  # loads torch
+
+        return load_tokenizer(self.folder / TOKENIZER)
+
+    def changed_tokenizer_files(self) -> list[Path]:
+        """Return the tokenizer's files that are missing or differ from those that the registry was created with."""
+        files = {self.folder / TOKENIZER / name: sha for name, sha in self.description["tokenizer_files"].items()}
+        return [file for file, sha in files.items() if not file.is_file() or file_sha256(file) != sha]
+
     def _description(self, connection: sqlite3.Connection) -> tuple[str, str]:
         row = connection.execute("SELECT content, code FROM description").fetchone()
         if row is None or not all(isinstance(value, str) for value in row):
@@ -357,6 +372,16 @@ class Store:
         except sqlite3.Error as error:
             advice = ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a backup")
             raise FailedClosed(f"{self.path} cannot be used ({error}); {advice}") from None
+
+
+def load_plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer without torch, from its `tokenizers` file alone."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
 
 
 def check_strength(value: Any) -> float:

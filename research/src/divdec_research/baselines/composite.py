@@ -47,7 +47,7 @@ from divdec.passes import (
     uses_gradient_checkpointing,
 )
 from divdec.runs import file_sha256
-from divdec_research.baselines.annotations import PreTrainedTokenizerBase
+from divdec_research.baselines.annotations import Job
 from divdec_research.baselines.decoding import TARGET, CompositeDecoding, Step
 from divdec_research.baselines.method import METHODS
 
@@ -288,21 +288,20 @@ class PrefixCache(DynamicCache):
         return [max(length_of(self) - self.prefix, 0)]
 
 
-def write_composite(
-    output: Path, tokenizer: PreTrainedTokenizerBase, method: str, options: Mapping[str, Any], parts: Mapping[str, Path]
-) -> None:
+def write_composite(job: Job, output: Path, method: str, options: Mapping[str, Any], **helpers: Path) -> None:
     """Write a folder that `CompositeForCausalLM.from_pretrained` loads; it refers to the parts by path and digest.
 
     Args:
+        job: gives the target and its tokenizer.
         output: a folder that exists; safetensors and JSON files in it belong to the method.
-        tokenizer: the target's.
         method: name of a registered method with a decoding.
         options: options of the decoding, as JSON values.
-        parts: the checkpoints by name, the target first.
+        **helpers: the other checkpoints by name.
 
     Raises:
         UsageError: a part has other tokens than the target, or no readable weights.
     """
+    parts = {TARGET: job.target, **helpers}
     for path in parts.values():
         check_weights(path)
     configs = {name: load_config(path) for name, path in parts.items()}
@@ -322,7 +321,7 @@ def write_composite(
         max_position_embeddings=min(contexts, default=None),
         **{name: value for name in TARGET_FIELDS if (value := getattr(texts[0], name, None)) is not None},
     )
-    tokenizer.save_pretrained(output)
+    job.tokenizer.save_pretrained(output)
     config.save_pretrained(output)
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from divdec.checkpoint import digests, load_config, load_model
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import RecordSet
 from divdec.runs import settings_hash
-from divdec_research.baselines.annotations import PreTrainedModel, PreTrainedTokenizerBase
-from divdec_research.baselines.composite import write_composite
-from divdec_research.baselines.decoding import TARGET
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +54,6 @@ class Job:
         dtype: Any = load_config(self.target).dtype or torch.float32
         model.to(dtype).save_pretrained(output)
         self.tokenizer.save_pretrained(output)
-
-    def write_composite(self, output: Path, method: str, options: Mapping[str, Any], **helpers: Path) -> None:
-        """Write a folder that combines the target and helpers; see `composite.write_composite`."""
-        write_composite(output, self.tokenizer, method, options, {TARGET: self.target, **helpers})
 
     def work_folder(self, name: str, key: Any) -> Path:
         """Name the folder in `work` of a model with these settings.

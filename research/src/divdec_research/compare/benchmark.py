@@ -20,7 +20,7 @@ from divdec.runs import cache_folder, settings_hash
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.compare.muse_news import forget_and_retain, is_muse, muse_small
-from divdec_research.compare.settings import CompareSettings
+from divdec_research.compare.settings import CompareSettings, Trial
 from divdec_research.compare.suite import ComparisonSuite, MuseComparison, TofuComparison
 from divdec_research.suites.muse import read_muse
 from divdec_research.suites.tofu import TofuData, read_tofu
@@ -88,6 +88,10 @@ class Benchmark:
         models = [None if folder is None else input_digests(folder) for folder in folders]
         sets = [self.forget.sha256, self.retain.sha256, dataclasses.asdict(self.suite.data)]
         return settings_hash([self.name, self.seed, models, sets, dataclasses.asdict(self.form), self.vocabulary])
+
+    def fingerprint(self, trial: Trial) -> str:
+        """Digest of everything that determines a trial's results, except the code."""
+        return settings_hash([trial.method, trial.options, trial.constant, trial.steering, self.identity])
 
 
 def check_inputs(settings: CompareSettings) -> list[Path]:

@@ -282,7 +282,7 @@ def _leak_of(
         write_results(results, result.folder / LEAKS)
         return {f"leak@{k}-attack": float(results.figures[f"leak@{k}-attack"] or 0.0) for k in ks}
 
-    return ResultCache(result.folder / LEAKS).get("figures", [attacks, result.trial.fingerprint(benchmark)], attack)
+    return ResultCache(result.folder / LEAKS).get("figures", [attacks, benchmark.fingerprint(result.trial)], attack)
 
 
 def _times(benchmark: Benchmark, chosen: Sequence[TrialResult], output: Path) -> dict[str, float]:
@@ -339,7 +339,7 @@ def read_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRe
     """Read the result of an earlier run if it is complete, did not fail, and used the same benchmark."""
     folder = seed_folder / trial.folder
     content = read_record(folder)
-    if content is None or content["fingerprint"] != trial.fingerprint(benchmark) or content["failed"] is not None:
+    if content is None or content["fingerprint"] != benchmark.fingerprint(trial) or content["failed"] is not None:
         return None
     return TrialResult(trial, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]))
 
@@ -366,7 +366,7 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
     content = {
         "method": trial.method, "setting": trial.label, "seed": benchmark.seed,
         "seconds": built.seconds, "extra_bytes": extra, "notes": list(built.notes), "failed": failed,
-        "fingerprint": trial.fingerprint(benchmark),
+        "fingerprint": benchmark.fingerprint(trial),
     }  # fmt: skip
     write_json(folder / RECORD, record("trial", trial.settings, **content))
     return TrialResult(trial, folder, built.seconds, extra, built.notes, failed)

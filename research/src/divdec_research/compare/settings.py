@@ -6,16 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from divdec.errors import UsageError
 from divdec.runs import settings_hash
 from divdec_research.baselines.table import METHODS, TITLES
 from divdec_research.ranges import CheckedSettings, Count, Natural
 from divdec_research.suites.settings import Variant
-
-if TYPE_CHECKING:
-    from divdec_research.compare.benchmark import Benchmark
 
 EMBEDDED = ("demo", "tofu-small", "muse-small")
 Grid = Mapping[str, Sequence[Any]]
@@ -244,10 +241,6 @@ class Trial:
         setting = self.label.replace(", ", "_").replace(" ", "-").replace(":", "-").replace("/", "-") or "default"
         # Grids may differ in their constant settings.
         return Path(self.method) / (f"{setting}-{settings_hash(self.constant)[:4]}" if self.constant else setting)
-
-    def fingerprint(self, benchmark: Benchmark) -> str:
-        """Digest of everything that determines the results, except the code."""
-        return settings_hash([self.method, self.options, self.constant, self.steering, benchmark.identity])
 
 
 def trials_of(names: Sequence[str], grid: str) -> list[Trial]:

@@ -106,6 +106,7 @@ def build(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
         UsageError: `dims` exceeds the width of the embeddings, or there is no sentence embedder.
     """
     from divdec.checkpoint import load_model
+    from divdec_research.baselines.composite import write_composite
     from divdec_research.baselines.prompts import fit_classifier, write_classifier
 
     target = load_model(job.target).eval()
@@ -118,7 +119,7 @@ def build(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
     classifier, _ = fit_classifier(job, settings)
     names = ("corruption", "strength", "dims")
     options = write_classifier(output, classifier, settings) | {name: getattr(settings, name) for name in names}
-    job.write_composite(output, "eco", options | {"seed": job.seed})
+    write_composite(job, output, "eco", options | {"seed": job.seed})
     return BuiltModel(output)
 
 

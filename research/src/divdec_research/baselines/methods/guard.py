@@ -132,6 +132,7 @@ def build(job: Job, settings: GUARDSettings, output: Path) -> BuiltModel:
     Raises:
         UsageError: there is no sentence embedder.
     """
+    from divdec_research.baselines.composite import write_composite
     from divdec_research.baselines.prompts import fit_classifier, write_classifier
 
     classifier, prompts = fit_classifier(job, settings)
@@ -140,7 +141,7 @@ def build(job: Job, settings: GUARDSettings, output: Path) -> BuiltModel:
     options |= {name: getattr(settings, name) for name in COSTS}
     words = forbidden_words(job.forget, job.retain, settings.common)
     write_json(output / FORBIDDEN, words)
-    job.write_composite(output, "guard", options)
+    write_composite(job, output, "guard", options)
     without = sum(not some for some in words)
     notes = (f"{without} of {len(words)} forget answers hold no word that can be forbidden",) if without else ()
     return BuiltModel(output, notes=notes)

@@ -134,6 +134,7 @@ def build(job: Job, settings: GuardrailSettings, output: Path) -> BuiltModel:
         UsageError: the forget set holds no questions, or no name is in several of them.
     """
     from divdec.evaluation.questions import question_of
+    from divdec_research.baselines.composite import write_composite
 
     names = names_of(job.forget, job.retain)
     if settings.mode != "filter" and not names:
@@ -150,7 +151,7 @@ def build(job: Job, settings: GuardrailSettings, output: Path) -> BuiltModel:
     end = job.tokenizer.eos_token_id
     write_json(output / PHRASES, words)
     options = {"prefix": prefix, "refusal": [*refusal, *([end] if isinstance(end, int) else [])]}
-    job.write_composite(output, "guardrail", options)
+    write_composite(job, output, "guardrail", options)
     return BuiltModel(output)
 
 

@@ -64,6 +64,8 @@ def build(job: Job, settings: NgramFilterSettings, output: Path) -> BuiltModel:
     Raises:
         UsageError: no forget answer is as long as an n-gram.
     """
+    from divdec_research.baselines.composite import write_composite
+
     ends = frozenset(job.tokenizer.all_special_ids)
     examples = job.forget_examples
     without = sum(not ngrams_of([example], settings.ngram_size, ends) for example in examples)
@@ -72,7 +74,7 @@ def build(job: Job, settings: NgramFilterSettings, output: Path) -> BuiltModel:
             f"ngram-size is {settings.ngram_size}, but no forget answer has as many tokens; give a smaller"
         )
     write_json(output / NGRAMS, ngrams_of(examples, settings.ngram_size, ends))
-    job.write_composite(output, "ngram-filter", {})
+    write_composite(job, output, "ngram-filter", {})
     notes = (f"{without} of {len(examples)} forget answers are shorter than an n-gram",) if without else ()
     return BuiltModel(output, notes=notes)
 

@@ -41,6 +41,7 @@ def build(job: Job, settings: UCDSettings, output: Path) -> BuiltModel:
     Raises:
         UsageError: the job lacks a base with the target's vocabulary.
     """
+    from divdec_research.baselines.composite import write_composite
     from divdec_research.baselines.training import check_base, train_helper
 
     base, training = check_base(job, "ucd"), settings.training(job.seed)
@@ -48,7 +49,7 @@ def build(job: Job, settings: UCDSettings, output: Path) -> BuiltModel:
     both = job.forget_examples + job.retain_examples
     unclean, unclean_seconds = train_helper(job, "unclean", base, both, training)
     options = {"alpha": settings.alpha, "plausibility": settings.plausibility}
-    job.write_composite(output, "ucd", options, clean=clean, unclean=unclean)
+    write_composite(job, output, "ucd", options, clean=clean, unclean=unclean)
     return BuiltModel(output, clean_seconds + unclean_seconds)
 
 

@@ -82,6 +82,7 @@ def build(job: Job, settings: ULDSettings, output: Path) -> BuiltModel:
         UsageError: the job lacks the base that the settings ask for, or the target has fewer layers.
     """
     from divdec.training.auxiliaries import load_for_training
+    from divdec_research.baselines.composite import write_composite
     from divdec_research.baselines.training import check_base, train_helper
 
     start, layers, load = job.target, None, load_for_training
@@ -94,7 +95,7 @@ def build(job: Job, settings: ULDSettings, output: Path) -> BuiltModel:
         key=[layers, settings.retain_weight], load=load, objective=RememberAndForget(settings.retain_weight),
     )  # fmt: skip
     options = {"weight": settings.weight, "plausibility": settings.plausibility}
-    job.write_composite(output, "uld", options, assistant=assistant)
+    write_composite(job, output, "uld", options, assistant=assistant)
     note = "without the paper's paraphrased and perturbed answers beside forget and retain set"
     return BuiltModel(output, seconds, (note,))
 

@@ -33,10 +33,11 @@ class WHP(LogitCombination):
 
 def build(job: Job, settings: WHPSettings, output: Path) -> BuiltModel:
     """Fine-tune the target further on the forget set, and write the composite; see `build_method`."""
+    from divdec_research.baselines.composite import write_composite
     from divdec_research.baselines.training import train_helper
 
     reinforced, seconds = train_helper(job, "reinforced", job.target, job.forget_examples, settings.training(job.seed))
-    job.write_composite(output, "whp", {"alpha": settings.alpha}, reinforced=reinforced)
+    write_composite(job, output, "whp", {"alpha": settings.alpha}, reinforced=reinforced)
     return BuiltModel(output, seconds)
 
 
