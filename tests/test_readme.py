@@ -3,9 +3,12 @@
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+
+from research.studies import tables
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -76,6 +79,47 @@ def test_public_pages_stay_short():
     pages = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
     assert len(pages) - 1 <= 14
     assert sum(len(page.read_text().split()) for page in pages) <= 25_000
+
+
+def test_tables_equal_their_result_files(capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.fixture
+def copied_pages(tmp_path):
+    """A copy of README, docs and the result files."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in (ROOT / "docs").glob("*.md"):
+        shutil.copy(page, tmp_path / "docs")
+    shutil.copytree(ROOT / tables.RESULTS, tmp_path / tables.RESULTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_wrong_figure_in_a_table_is_reported_and_corrected(copied_pages, capsys, name):
+    start = f"<!--table:{name}-->\n"
+    (page,) = (path for path in copied_pages.rglob("*.md") if start in path.read_text())
+    right = page.read_text()
+    before, after = right.split(start)
+    wrong = before + start + re.sub(r"\d\.\d\d", "7.77", after, count=1)
+    page.write_text(wrong)
+    assert tables.main(["--check"], copied_pages) == 1
+    changed = re.findall(r"^[-+]\|.*$", capsys.readouterr().out, re.MULTILINE)
+    assert ["7.77" in line for line in changed] == [True, False]
+    assert page.read_text() == wrong
+    assert tables.main([], copied_pages) == 0
+    assert page.read_text() == right
+
+
+@pytest.mark.parametrize("comment", ["", "<!--table:unknown-->\n"])
+def test_table_without_its_comment_is_refused(copied_pages, capsys, comment):
+    page = copied_pages / "docs" / "benchmarks.md"
+    page.write_text(page.read_text().replace("<!--table:attacks-->\n", comment))
+    with pytest.raises(SystemExit) as exit_info:
+        tables.main([], copied_pages)
+    assert exit_info.value.code == 2
+    assert "attacks" in capsys.readouterr().err
 
 
 def test_documented_make_targets_exist():
