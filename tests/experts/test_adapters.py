@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
 from divdec.cli import main
 from divdec.errors import FailedClosed
-from divdec.experts.adapters import AdapterPair
+from divdec.experts.adapters import AdapterPair, read_adapter
 from divdec.experts.protocol import Inputs
 from divdec.model.hub import hub_files
 from divdec.model.loading import load_parts
@@ -366,15 +367,17 @@ class TestRefused:
         with pytest.raises(UsageError, match=message):
             AdapterPair.load(models["base"], folder / "retain", folder / "forget")
 
-    @pytest.mark.parametrize("shape", [(4,), (0, 32)])
-    def test_factors_that_are_no_matrices(self, llama, shape):
+    @pytest.mark.parametrize("shape", [(4,), (0, 32), (3, 32)], ids=["vector", "rank 0", "A and B of different rank"])
+    def test_factors_that_are_no_matrices_of_one_rank(self, llama, shape):
         folder, models, _ = llama
         file = folder / "retain" / "adapter_model.safetensors"
         weights = load_file(file)
-        weights[next(iter(weights))] = torch.zeros(shape)
+        name = next(name for name in weights if name.endswith("q_proj.lora_A.weight"))
+        weights[name] = torch.ones(shape)
         save_file(weights, file)
-        with pytest.raises(UsageError, match="no matrices of rank 1 or more"):
-            AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+        shapes = rf"have the shapes {re.escape(str(shape))} and \(32, 4\); accepted: .* same rank, 1 or more"
+        with pytest.raises(UsageError, match=shapes):
+            read_adapter(folder / "retain", models["base"])
 
     def test_saving_from_memory(self, llama):
         folder, _, _ = llama
