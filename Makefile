@@ -96,11 +96,12 @@ test-settings: install
 	done; exit $$failed
 
 # With llama.cpp's server, which is built from source: about ten minutes of a core, once; and with what runs the notebook.
+# Tests of real models find them in MODELS (make real-models), and skip themselves without.
 test-slow: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf nbclient ipykernel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt litellm langchain-openai smolagents \
 		|| echo "litellm, langchain-openai or smolagents cannot be installed here: the test of clients skips them"
-	$(PYTEST) -m slow --timeout 3600
+	DIVDEC_MODELS=$${DIVDEC_MODELS:-$(abspath $(MODELS))} $(PYTEST) -m slow --timeout 3600
 
 # lm-eval on a bundle; it brings 28 packages of its own.
 test-lm-eval: install

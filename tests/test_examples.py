@@ -315,10 +315,9 @@ class TestNotebook:
 def test_copyright_of_a_pretrained_model(cached):
     """A real model recites a text of its pretraining, a takedown stops it, and withdrawing the takedown restores it."""
     folder = os.environ.get("DIVDEC_MODELS")
-    if not folder:
+    if folder is None or not (target := Path(folder) / "qwen-0.5b.gguf").is_file():
         pytest.skip("the real model is not at hand: set DIVDEC_MODELS to the folder of qwen-0.5b.gguf")
-    target = str(Path(folder) / "qwen-0.5b.gguf")
-    found = script("copyright").main(["--target", target, "--output", str(cached), "--questions", "2"])
+    found = script("copyright").main(["--target", str(target), "--output", str(cached), "--questions", "2"])
     before, _, after, again = found["words recited before, while reading, after, and when withdrawn"]
     assert before > 20
     assert after < 5

@@ -1,9 +1,13 @@
 """A pair of adapters on one base computes what the merged checkpoints compute."""
 
 import copy
+import itertools
 import json
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import peft
 import pytest
 import torch
@@ -11,14 +15,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
+from divdec.cli import main
 from divdec.errors import FailedClosed
-from divdec.experts.adapters import AdapterPair
+from divdec.experts.adapters import AdapterPair, read_adapter
 from divdec.experts.protocol import Inputs
 from divdec.model.hub import hub_files
 from divdec.model.loading import load_parts
 from divdec.runs import file_sha256
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from support.exactness import assert_close, assert_same_answers
+from support.served import serving
 from support.tiny import tiny_model
 
 VOCAB = 512
@@ -123,24 +129,82 @@ def test_weights_of_the_base_are_held_once(llama):
     assert added < 0.4 * models["base"].num_parameters()
 
 
-def test_bundles_of_one_base_share_its_weights_and_answer_each_by_its_own_adapters(llama):
+def write_pairs(folder, models, number):
+    """Bundles of one target and one base, each with its own pair of adapters."""
+    bundles = []
+    for index in range(number):
+        options = {}
+        for side, (name, settings) in enumerate(ADAPTERS.items()):
+            adapter = folder / f"{name}-{index}"
+            adapt(models["base"], adapter, 100 + 2 * index + side, **settings)
+            name_base(adapter, folder / "base")
+            options[f"{name}_auxiliary"] = str(adapter)
+        output = folder / f"bundle-{index}"
+        bundles.append(write_bundle(output, target=str(folder / "target"), steering="linear:1.5", **options))
+    return bundles
+
+
+def count_stored(modules):
+    """Number of values that the parameters of all modules take, where shared ones count once."""
+    weights = [weight for module in modules for weight in module.parameters()]
+    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    return sum(storages.values()) // weights[0].element_size()
+
+
+def test_ten_bundles_of_one_target_and_base_take_the_memory_of_ten_adapter_pairs_more(llama):
     folder, models, _ = llama
-    first = write(folder)
-    adapt(models["base"], folder / "forget", 99, **ADAPTERS["forget"])
-    name_base(folder / "forget", folder / "base")
-    second, loaded = write(folder, "second"), {}
-    (folder / "other").mkdir()
-    models_of = [DivergenceForCausalLM.from_pretrained(second, loaded=loaded) for _ in range(3)]
+    bundles, loaded = write_pairs(folder, models, 10), {}
+    sharing = [DivergenceForCausalLM.from_pretrained(bundle, loaded=loaded) for bundle in bundles]
+    assert len(loaded) == 2
+    pairs = 0
+    for index in range(len(bundles)):
+        weights = [load_file(folder / f"{name}-{index}" / "adapter_model.safetensors") for name in ADAPTERS]
+        sizes = [sum(weight.numel() for weight in adapter.values()) for adapter in weights]
+        # The pass of both has a copy, in which the smaller adapter has the layers and the rank of the larger.
+        pairs += sum(sizes) + 2 * max(sizes)
+    assert count_stored(sharing) == count_stored(models.values()) + pairs
+    ids = torch.tensor([PROMPTS[0]])
+    logits = [model(ids).logits for model in sharing]
+    for bundle, own_logits in zip(bundles, logits, strict=True):
+        assert torch.equal(own_logits, DivergenceForCausalLM.from_pretrained(bundle)(ids).logits)
+    for first, second in itertools.combinations(logits, 2):
+        assert (first - second).abs().max() > 0.1
+
+
+def test_changed_adapter_is_refused_on_a_base_that_is_loaded(llama):
+    folder, models, _ = llama
+    first, second = write_pairs(folder, models, 2)
+    loaded = {}
+    load_parts(second, loaded=loaded)
+    shutil.copytree(folder / "forget-1", folder / "forget-0", dirs_exist_ok=True)
     with pytest.raises(UsageError, match="has changed"):
         load_parts(first, loaded=loaded)
-    target, base = loaded.values()
-    shared = {id(weight) for part in (target, base) for weight in part.parameters()}
-    for model in models_of:
-        assert shared <= {id(weight) for weight in model.parameters()}
-    ids = torch.tensor([PROMPTS[0]])
-    alone = DivergenceForCausalLM.from_pretrained(second)
-    for model in models_of:
-        assert torch.equal(model(ids).logits, alone(ids).logits)
+
+
+def test_server_of_two_bundles_on_one_base_answers_each_by_its_own_adapters(llama, tokenizer, monkeypatch):
+    folder, models, _ = llama
+    bundles = dict(zip(("first", "second"), write_pairs(folder, models, 2), strict=True))
+    engines = {}
+    monkeypatch.setattr("divdec.serving.server.serve", lambda built, port, settings: engines.update(built))
+    extra = ["--name", "first", "--extra-bundle", f"second={bundles['second']}", "--port", "0"]
+    assert main(["serve", str(bundles["first"]), *extra]) == 0
+    sharing = [engine.scheduler._model for engine in engines.values()]
+    assert count_stored(sharing) - count_stored(sharing[:1]) < 0.5 * models["base"].num_parameters()
+    expected = {}
+    for name, bundle in bundles.items():
+        model = DivergenceForCausalLM.from_pretrained(bundle)
+        ids = torch.tensor([PROMPTS[0]])
+        output = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=1)
+        expected[name] = tokenizer.decode(output[0, ids.shape[1] :])
+    assert expected["first"] != expected["second"]
+    body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+    def ask(name):
+        reply = httpx.post(f"{url}/v1/completions", json=body | {"model": name}, timeout=60).json()
+        return reply["choices"][0]["text"]
+
+    with serving(engines.values(), shutdown_timeout=0.0) as url, ThreadPoolExecutor(4) as clients:
+        assert list(clients.map(ask, [*expected] * 4)) == [*expected.values()] * 4
 
 
 def test_merged_and_packed_bundles_answer_alike(llama):
@@ -303,15 +367,17 @@ class TestRefused:
         with pytest.raises(UsageError, match=message):
             AdapterPair.load(models["base"], folder / "retain", folder / "forget")
 
-    @pytest.mark.parametrize("shape", [(4,), (0, 32)])
-    def test_factors_that_are_no_matrices(self, llama, shape):
+    @pytest.mark.parametrize("shape", [(4,), (0, 32), (3, 32)], ids=["vector", "rank 0", "A and B of different rank"])
+    def test_factors_that_are_no_matrices_of_one_rank(self, llama, shape):
         folder, models, _ = llama
         file = folder / "retain" / "adapter_model.safetensors"
         weights = load_file(file)
-        weights[next(iter(weights))] = torch.zeros(shape)
+        name = next(name for name in weights if name.endswith("q_proj.lora_A.weight"))
+        weights[name] = torch.ones(shape)
         save_file(weights, file)
-        with pytest.raises(UsageError, match="no matrices of rank 1 or more"):
-            AdapterPair.load(models["base"], folder / "retain", folder / "forget")
+        shapes = rf"have the shapes {re.escape(str(shape))} and \(32, 4\); accepted: .* same rank, 1 or more"
+        with pytest.raises(UsageError, match=shapes):
+            read_adapter(folder / "retain", models["base"])
 
     def test_saving_from_memory(self, llama):
         folder, _, _ = llama

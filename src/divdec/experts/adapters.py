@@ -284,7 +284,7 @@ def read_adapter(folder: Path, base: PreTrainedModel) -> Factors:
     for name, (down, up) in factors.items():
         linear = _linear(base, name)
         expected, actual = (linear.in_features, linear.out_features), (down.shape[1], up.shape[0])
-        if actual != expected or down.shape[0] != up.shape[1]:
+        if actual != expected:
             raise UsageError(
                 f"{folder}: the adapter's matrices for {name} have {actual[0]} inputs and {actual[1]} outputs, the "
                 f"base's layer {expected[0]} and {expected[1]}; give the adapter's own base"
@@ -309,9 +309,10 @@ def _read_factors(folder: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         raise UsageError(f"{folder / WEIGHTS} holds {named[0]}; accepted: a LoRA adapter of linear layers alone")
     for name in sorted(downs):
         down, up = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
-        if down.dim() != 2 or up.dim() != 2 or not len(down):
+        if down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1] or not len(down):
             raise UsageError(
-                f"{folder / WEIGHTS}: the factors of {name} are no matrices of rank 1 or more; copy it again"
+                f"{folder / WEIGHTS}: the factors of {name} have the shapes {tuple(down.shape)} and {tuple(up.shape)}; "
+                "accepted: matrices A and B of the same rank, 1 or more; copy it again"
             )
         yield name.removeprefix(PREFIX), (down, up * scale(down.shape[0]))
 
