@@ -322,3 +322,4 @@ def test_copyright_of_a_pretrained_model(cached):
     assert before > 20
     assert after < 5
     assert again == before
+    assert "case-2" in (cached / "case-2.html").read_text()

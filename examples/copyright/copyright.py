@@ -2,7 +2,7 @@
 
 Nobody trained the model for this example; it learned the licence in its pretraining. The script serves the model, lets
 a client read the licence from it, and takes the licence down while the client reads. Then it measures what changed,
-asks as a scheduled canary does, and withdraws the request.
+asks as a scheduled canary does, attacks the request for a signed report, and withdraws it.
 
     python examples/copyright/copyright.py --target real-models/qwen-1.5b.gguf --output runs/copyright
 """
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that `steps` is found f
 from openai import OpenAI
 
 from divdec.demo.facts import NEUTRAL
+from divdec.takedowns.registry import Registry
 from steps import command, create_output, run_main, server
 
 HERE = Path(__file__).parent
@@ -114,6 +115,10 @@ def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, obje
             "takedown", "canary", registry, "--id", "case-2", "--file", LICENCE, "--endpoint",
             str(client.base_url).rstrip("/"), "--model", NAME,
         )  # fmt: skip
+        report = output / "case-2.html"
+        # 1: an attack still recites some passages; the report says which.
+        command("takedown", "report", registry, "--id", "case-2", "--file", LICENCE, "--output", report, codes=(0, 1))
+        command("takedown", "check", report, "--public-key", Registry(registry).public_key)
         command("takedown", "remove", registry, "--id", "case-2")
         again = continue_licence(client, prompt)
     return {
