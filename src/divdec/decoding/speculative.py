@@ -68,7 +68,8 @@ class Speculation:
             return cls()
         if type(value) is int:
             return cls(gamma=value)
-        raise UsageError(f"speculative is {value!r}; accepted: True, a number of tokens to draft, a Speculation")
+        accepted = "True, a number of tokens to draft, a Speculation; another drafting model is an assistant_model"
+        raise UsageError(f"speculative is {value!r}; accepted: {accepted}")
 
 
 def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None = None) -> Iterator[None]:
