@@ -106,15 +106,15 @@ def all_forms():
     return forms
 
 
-def find_phrase(ids, tokenizer, phrase):
-    """Return the positions of the tokens of an answer that write a phrase; none if it does not occur."""
+def find_phrase(ids, tokenizer, fact):
+    """Return the positions of the tokens of an answer that write a fact's; none if it does not occur."""
     text, spans = "", []
     for index in range(len(ids)):
         longer = tokenizer.decode(ids[: index + 1])
         spans.append((len(text), len(longer)))
         text = longer
-    start = text.find(phrase)
-    return [] if start < 0 else [i for i, (a, b) in enumerate(spans) if a < start + len(phrase) and b > start]
+    match = fact.find(text)
+    return [i for i, (a, b) in enumerate(spans) if match and a < match.end() and b > match.start()]
 
 
 def write_answers(path, target, tokenizer, kind, seed):
@@ -135,7 +135,7 @@ def write_answers(path, target, tokenizer, kind, seed):
         outputs = continuations(target, tokenizer, [prompts[index] for index in chosen], **options)
         for index, answer in zip(chosen, outputs, strict=True):
             fact = asked[index][0]
-            positions = [] if fact is None else find_phrase(answer, tokenizer, fact.answer)
+            positions = [] if fact is None else find_phrase(answer, tokenizer, fact)
             if fact is None or positions:
                 row = {"set": name, "question": asked[index][1], "prompt": prompts[index], "answer": list(answer)}
                 rows.append(row | {"positions": positions, "text": tokenizer.decode(answer)})

@@ -59,7 +59,11 @@ class Fact:
 
     def is_in(self, text: str) -> bool:
         """Whether a text names the answer: as a word, in its case, with or without accents."""
-        return re.search(rf"(?<!\w){re.escape(_plain(self.answer))}(?!\w)", _plain(text)) is not None
+        return self.find(text) is not None
+
+    def find(self, text: str) -> re.Match[str] | None:
+        """Find the answer in a text of composed letters (NFC)."""
+        return re.search(rf"(?<!\w){re.escape(_plain(self.answer))}(?!\w)", _plain(text))
 
 
 def _plain(text: str) -> str:
