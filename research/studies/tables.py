@@ -84,7 +84,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         "| refusal | blanks | questions | attacks | neighbours |",
         [
             ("| target | " + PEOPLE, FIVE, "target"),
-            ("| **linear:2.5:3.5:full** | " + PEOPLE, FIVE, "linear-2.5-3.5-full"),
+            ("| **linear:1.5:2.5:full** | " + PEOPLE, FIVE, "linear-1.5-2.5-full"),
             ("| linear:2.5:1:full | " + PEOPLE, FIVE, "linear-2.5-1-full"),
         ],
     ),
