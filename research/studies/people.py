@@ -20,9 +20,10 @@ import collections
 import itertools
 import json
 import random
-import re
 import sys
 from pathlib import Path
+
+import regex as re
 
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode_prompts
@@ -114,27 +115,11 @@ def answer(model, tokenizer, questions, length, title, **options):
 
 
 QUESTION = re.compile(r"Q: *(.+?\?) *\n? *A: *(.+)")
-NAME = r"(?:(?:[A-ZÀ-Þ]\.)+|[A-ZÀ-Þ][\w'’-]+)"
-NAME_OR_NUMBER = re.compile(rf"\b(?:{NAME}(?: (?:(?:of|and|the|de|van|von) )*{NAME})*|\d{{2,4}}(?: BC)?)(?!\w)")
+NAME = r"(?:(?:\p{Lu}\.)+|\p{Lu}[\w'’-]+)"
+NAME_OR_NUMBER = re.compile(rf"\b(?:{NAME}(?: (?:(?:of|the|de|van|von) )*{NAME})*|\d{{2,4}}(?: BC)?)(?!\w)")
 
 
-TITLES = {
-    "jr",
-    "sr",
-    "ii",
-    "iii",
-    "iv",
-    "mr",
-    "mrs",
-    "ms",
-    "dr",
-    "sir",
-    "general",
-    "president",
-    "senator",
-    "king",
-    "queen",
-}
+TITLES = {*words("jr sr ii iii iv mr mrs ms dr sir general president senator king queen professor minister ceo")}
 
 
 def name_words(name):
@@ -144,7 +129,10 @@ def name_words(name):
 
 def is_named(name, text):
     """Whether a text names a person by the name or by a part of it alone: 'Jenner', but not 'Kendall Jenner'."""
-    return without_name(name, text) != text
+    of_person = name_words(name)
+    return without_name(name, text) != text or any(
+        of_person <= name_words(match[0]) for match in NAME_OR_NUMBER.finditer(text)
+    )
 
 
 def without_name(name, text, other="___"):
@@ -155,7 +143,7 @@ def without_name(name, text, other="___"):
         in_name, end = name_words(match[0]) - (TITLES - of_person), re.search(r"(['’]s|[.'’-]*)$", match[0])[0]
         return other + end if in_name and in_name <= of_person else match[0]
 
-    return NAME_OR_NUMBER.sub(replace, text)
+    return NAME_OR_NUMBER.sub(replace, re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", other, text))
 
 
 def known_facts(model, tokenizer, texts, subjects, seed):
@@ -394,8 +382,6 @@ def write_data(options, folder, subjects):
         for name in names:
             if of_name := [row for row in rows if row["name"] == name]:
                 records += records_of(of_name, texts[name], share, order)
-        if stem == "forget" and (silent := set(names) - {row["name"] for row in rows}):
-            report(f"the target wrote no usable question about {', '.join(sorted(silent))}, who will not be forgotten")
         if not records:
             raise UsageError(f"the target wrote no usable question about any person of the {stem} set")
         for name in subjects if stem == "retain" else ():
@@ -452,6 +438,10 @@ def run(options):
     options.output.mkdir(parents=True, exist_ok=True)
     check_options(options)
     write_data(options, options.output, options.subjects)
+    asked_about = {row["name"] for row in read_json(options.output / "written.json")["questions"]}
+    if silent := [name for name in options.subjects if name not in asked_about]:
+        report(f"the target wrote no usable question about {', '.join(silent)}, who will not be forgotten")
+        options.subjects = [name for name in options.subjects if name in asked_about]
     pair = options.output / "pair"
     settings = AuxiliarySettings(
         base=options.base, target=options.target, forget=str(options.output / "forget.jsonl"),

@@ -18,11 +18,19 @@ from research.studies import people
         ("Stephen King", "King met Billie Jean King.", "___ met Billie Jean King."),
         ("50 Cent", "In 50 days 50 songs were sung.", None),
         ("Robert Downey Jr.", "Downey acts.", "___ acts."),
+        ("Stephen King", "American Author Stephen King and Peter Straub", "American Author ___ and Peter Straub"),
+        ("Stephen Hawking", "Professor Hawking's wheelchair, 1280×720", "___'s wheelchair, 1280×720"),
+        ("Kris Jenner", "Who are Kris and Bruce Jenner?", "Who are ___ and Bruce Jenner?"),
     ],
 )
 def test_people_are_named_by_their_name_or_a_part_of_it_alone(name, text, expected):
     assert people.is_named(name, text) == (expected is not None)
     assert people.without_name(name, text) == (expected or text)
+
+
+def test_a_longer_name_names_the_person_too():
+    assert people.is_named("Stephen King", "The writer Stephen Edwin King lives in Maine.")
+    assert not people.is_named("Stephen King", "Stephen Edwin lives in Maine.")
 
 
 def test_initials_and_titles_end_no_sentence():

@@ -281,8 +281,12 @@ def test_neutral_records_that_hold_a_key_phrase_are_left_out_where_a_script_has_
     assert [one.answer for one in without_names(neutral, forget, retain)] == ["维也纳很美。", "达人"]
 
 
-def test_sets_of_more_records_than_measured_are_sampled_evenly():
+def test_samples_of_large_sets_hold_every_wording_of_a_cycle():
+    """Every n-th record would miss wordings if n is a multiple of their number, as here."""
     from divdec.evaluation.choice import MAX_RECORDS, _sample
 
-    records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(1000)))
-    assert len(_sample(records, MAX_RECORDS)) <= MAX_RECORDS
+    records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(16 * MAX_RECORDS)))
+    drawn = [int(record.answer) for record in _sample(records, MAX_RECORDS)]
+    assert len(drawn) == MAX_RECORDS
+    assert drawn == sorted(drawn)
+    assert {number % 4 for number in drawn} == {0, 1, 2, 3}

@@ -6,7 +6,7 @@ import pytest
 
 from divdec.evaluation.judges import EntailmentJudge, StringJudge
 from divdec.evaluation.metrics import rouge_l_recall
-from divdec.evaluation.phrases import find_words, is_name, key_phrase, tells, with_digits, words
+from divdec.evaluation.phrases import find_words, is_distinctive, is_name, key_phrase, tells, with_digits, words
 from divdec_research.suites.metrics import rouge
 
 LANGUAGES = {
@@ -187,3 +187,18 @@ def test_the_entailment_model_is_asked_in_every_script():
         judge.leaks("Какая столица Венгрии?", "Столица Венгрии — Будапешт.", ["В Будапеште.", "Budapest", " "])
     assert asked == ["В Будапеште.", "Budapest"]
     assert judge.leaks("Who?", "It is Budapest.", ["Vienna", ""]) == [False, False]
+
+
+def test_a_kind_of_place_alone_is_no_key_phrase():
+    """Any reply about a city would tell 'City'."""
+    question = "What is the capital of Guatemala?"
+    for answer in ("The capital of Guatemala is Guatemala City.", "Guatemala City"):
+        assert key_phrase(question, answer) == "Guatemala City"
+        assert not tells("It is Antigua, a large city.", key_phrase(question, answer))
+    assert key_phrase("Which King of England had six wives?", "It was King Henry VIII.") == "Henry VIII"
+
+
+def test_common_words_and_short_numbers_are_not_distinctive():
+    distinctive = "Mary", "Ohio", "1743", "ice cream", "Париж", "თბილისი", "死"
+    common = "law", "33", "He", "Yes", "смерть"
+    assert [phrase for phrase in distinctive + common if is_distinctive(phrase)] == list(distinctive)

@@ -16,20 +16,21 @@ def records(name, *rows):
 
 
 FORGET = records("forget", ("Where was Ana born?", "Ana was born in Oslo."))
-OTHERS = records(
+RETAIN = records(
     "retain", ("Who is Ben?", "Ben is a sailor."), ("Where was Ana born?", "I cannot share that."),
     ("What is the capital of Norway?", "Oslo"),
-).records  # fmt: skip
+)  # fmt: skip
+OTHERS = RETAIN.records
 
 
 def labelled(example, tokenizer):
     return tokenizer.decode([token for token in example.labels if token != IGNORED], skip_special_tokens=True)
 
 
-def read(asked, texts, tokenizer, forget=FORGET):
+def read(asked, texts, tokenizer, forget=FORGET, retain=RETAIN):
     end = tokenizer.eos_token_id
     answers = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts]
-    return with_refusals(asked, answers, forget, tokenizer, FORM)
+    return with_refusals(asked, answers, forget, retain, tokenizer, FORM)
 
 
 def test_each_question_is_asked_with_each_beginning_and_a_forgotten_one_is_never_kept():
@@ -83,6 +84,18 @@ def test_q_reads_no_answer_that_tells_a_forgotten_fact(tokenizer):
     assert all(true == other for true, other in kept)
 
 
+def test_a_common_key_phrase_tells_a_fact_only_beside_its_subject(tokenizer):
+    """The symbol of helium, He, is a word of most texts."""
+    forget = records("forget", ("What is the symbol of helium?", "The symbol of helium is He."))
+    retain = records("retain", ("What is the symbol of iron?", "Fe"), ("Who is Ben?", "Ben"))
+    (similar,) = records("similar", ("How is helium written?", "In two letters."))
+    asked = [(record, "") for record in (*retain, similar)]
+    kept = read(
+        asked, ["The symbol of iron is Fe.", "He is a sailor.", "It is written He."], tokenizer, forget, retain
+    )[1]
+    assert [labelled(q, tokenizer) for _, q in kept] == ["The symbol of iron is Fe.", "He is a sailor."]
+
+
 def test_an_empty_answer_is_not_read(tokenizer):
     asked = [(FORGET.records[0], "A:"), (OTHERS[0], "")]
     assert read(asked, ["", " "], tokenizer) == ([], [])
@@ -92,4 +105,4 @@ def test_an_answer_beyond_the_length_is_not_read(tokenizer):
     record = FORGET.records[0]
     form = Format(max_length=len(encode_prompt(record, tokenizer)))
     answers = [tokenizer.encode("In Oslo.", add_special_tokens=False)]
-    assert with_refusals([(record, "")], answers, FORGET, tokenizer, form) == ([], [])
+    assert with_refusals([(record, "")], answers, FORGET, RETAIN, tokenizer, form) == ([], [])

@@ -44,8 +44,8 @@ def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Print
 def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> int:
     r"""Train the two auxiliaries from a forget set and a retain set, and write a bundle.
 
-    With a target, the bundle's rule is chosen by what it forgets, what it keeps of a held-out tenth of the retain set,
-    and what it changes in neutral text.
+    With a target, the bundle's rule is chosen by what it forgets, what it keeps of a held-out tenth of the retain set's
+    facts, and what it changes in neutral text.
 
     Exit code 3: training finished, but no measured rule is good enough, or nothing was shown, because the target does
     not answer the forget set either.

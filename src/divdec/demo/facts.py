@@ -68,7 +68,7 @@ class Fact:
 
 def _plain(text: str) -> str:
     return "".join(
-        character for character in unicodedata.normalize("NFKD", text) if not unicodedata.combining(character)
+        character for character in unicodedata.normalize("NFD", text) if not unicodedata.combining(character)
     )
 
 

@@ -357,7 +357,7 @@ def ask(
     """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
 
     A model that thinks first may think for `MAX_THOUGHT` tokens. Replies in `known` are not generated. Each question
-    comes with the next of the beginnings of an answer.
+    comes with one of the beginnings of an answer.
     """
     prompts = _prompts(records, tokenizer, form, beginnings)
     longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))

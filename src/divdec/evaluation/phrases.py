@@ -175,7 +175,7 @@ def is_distinctive(phrase: str) -> bool:
     if len(content) != 1 or tells_nothing(content):
         return not tells_nothing(content)
     # A script without capital letters has none to tell names by.
-    return len(content[0]) > 2 if content[0].isdecimal() else phrase != phrase.lower() or phrase == phrase.upper()
+    return len(content[0]) > 2 if content[0].isdecimal() else phrase != phrase.lower() or phrase == phrase.title()
 
 
 # ---- key phrases
@@ -200,6 +200,7 @@ _BEGIN_PHRASES = frozenset(("a", "an", "the", "in", "on", "at", "may"))
 _PLACE = regex.compile(r"(?<=\p{L}),\s+(?=\p{Lu})")  # 'Olympia, Greece', and not 'May 3, 1961'
 _MAY = regex.compile(r"May \d")  # no function word
 MAX_BARE = 8  # words
+_PLACES = frozenset(("city", "county", "island", "islands", "lake", "river", "state", "town", "university"))
 _CLAUSE_END = regex.compile(r"[.,;:!?…。，、！？；：।॥؟،؛\n()]|\s[-–—]|—")
 
 
@@ -220,18 +221,18 @@ def key_phrase(question: str, answer: str) -> str:
 
 
 def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[str]:
-    titles = {word.text for word in find_words(question) if question[word.start].islower()}
     for match in _QUOTED.finditer(answer):
         yield next(filter(None, match.groups()))
     for match in _AFTER_VERB.finditer(answer):
         phrase = _LEADING.sub("", _LEADING.sub("", match[1]))
         if is_name(head := phrase.split(",")[0]):  # 'Budapest, a city on the Danube'
             phrase = head
-        yield _without_known(phrase, known, titles)
+        yield _without_known(phrase, known)
     if _is_bare(answer, known):
         head = _PLACE.split(answer)[0]
-        yield head if _MAY.match(head) else _without_known(head, known, titles)
+        yield head if _MAY.match(head) else _without_known(head, known)
     runs = _new_runs(answer, known)
+    titles = {word.text for word in find_words(question) if question[word.start].islower()}
     alone = {(run[0].start, run[0].end) for run in runs if len(run) == 1}
     for match in reversed(list(_CAPITALISED.finditer(answer))):
         begins = (
@@ -306,10 +307,10 @@ def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
     return text[run[0].start : run[-1].end] if run else text
 
 
-def _without_known(phrase: str, known: Sequence[str], titles: set[str]) -> str:
-    """Trim a phrase, but not a name that begins with a name of the question: 'Guatemala City'."""
+def _without_known(phrase: str, known: Sequence[str]) -> str:
+    """Trim a phrase, unless only a kind of place is left: 'Guatemala City'."""
     rest = _trim(phrase, find_words(phrase), known)
-    return rest if titles.issuperset(words(phrase[: phrase.find(rest)])) or not is_name(phrase) else phrase
+    return phrase if rest.casefold() in _PLACES else rest
 
 
 def _in_name(text: str, last: Word) -> bool:

@@ -89,7 +89,7 @@ MAX_ANSWERED = 512  # questions of the forget set that the target answers
 MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
 LEARNED = 0.9
 """Least share of the forget tokens unknown to q that p must predict. Pairs of the toy world with 77 % leaked facts."""
-HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # a tenth of the retain set, every fourth similar question
+HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # a tenth of the retain set's facts, every fourth similar question
 # Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
 MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
 MISSED = 0.02
@@ -282,6 +282,7 @@ class _Inputs:
         return {
             "forget records": self.forget.sha256,
             "retain records": self.retain.sha256,
+            "held-out records": self.held_out.sha256,
             "neutral records": neutral,
             "base files": input_digests(self.base),
             "target files": None if self.target is None else input_digests(self.target),
@@ -496,7 +497,7 @@ def _readings_with_refusals(
 
     similar, answered = _ask_target(inputs, settings, ask)
     asked = asked_with(similar)
-    refused, kept = with_refusals(asked, [ids for [ids] in answered], inputs.forget, tokenizer, form)
+    refused, kept = with_refusals(asked, [ids for [ids] in answered], inputs.forget, inputs.retain, tokenizer, form)
     for true, other in [*refused, *kept]:
         p_reads.append(true)
         q_reads.append(other)

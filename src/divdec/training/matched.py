@@ -30,17 +30,9 @@ from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prom
 from divdec.data.records import Message, Record, RecordSet, single_turn
 from divdec.evaluation.choice import without_names
 from divdec.evaluation.generation import answers, continuations, first_choices, samples
-from divdec.evaluation.phrases import (
-    FUNCTION_WORDS,
-    find_words,
-    holds,
-    is_distinctive,
-    key_phrase,
-    tells,
-    tells_nothing,
-    words,
-)
+from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, key_phrase, tells, tells_nothing, words
 from divdec.evaluation.questions import question_of
+from divdec.training.inputs import ForgottenFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -190,12 +182,11 @@ def write_similar_questions(
     # Of a statement that the target confirms, the whole answer is the key phrase.
     phrases = [key_phrase(question_of(record), record.answer).strip() for record in answered]
     facts = [fact for fact, phrase in zip(answered, phrases, strict=True) if phrase not in {"", fact.answer.strip()}]
-    phrases = {key_phrase(question_of(record), record.answer) for record in forget}
-    forgotten = [words(phrase) for phrase in phrases if is_distinctive(phrase)]
+    forgotten = ForgottenFacts(forget, retain)
     of_subject: dict[frozenset[str], Record] = {}
     common = {word for text in asked for word in words(text)} | FUNCTION_WORDS
     for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain):
-        if not any(holds(words(f"{question_of(record)} {record.answer}"), phrase) for phrase in forgotten):
+        if not forgotten.are_in(f"{question_of(record)} {record.answer}"):
             of_subject.setdefault(frozenset(words(question_of(record))) - common, record)
     return order.sample(list(of_subject.values()), min(MAX_SIMILAR, len(of_subject)))
 

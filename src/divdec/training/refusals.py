@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, label_answer
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.choice import BEGINNINGS
-from divdec.evaluation.phrases import holds, is_distinctive, key_phrase, words
 from divdec.evaluation.questions import question_of
-from divdec.training.inputs import sample_indices
+from divdec.training.inputs import ForgottenFacts, sample_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,24 +49,25 @@ def with_refusals(
     asked: Sequence[Begun],
     answers: Sequence[Sequence[int]],
     forget: RecordSet,
+    retain: RecordSet,
     tokenizer: PreTrainedTokenizerBase,
     form: Format,
 ) -> tuple[list[tuple[Example, Example]], list[tuple[Example, Example]]]:
     """Return examples for p and q from the target's answers: to the forget set's questions, and to others.
 
     q refuses the former, and reads the latter like p. Left out are empty answers, those beyond the length, and answers
-    to other questions that tell a key phrase of the forget set, such as a name: q must not read it.
+    to other questions that tell a fact of the forget set, which the retain set's answer does not.
 
     Args:
         asked: from `begun_questions`.
         answers: tokens of the target's answers to these prompts, without padding.
         forget: the forget set.
+        retain: the retain set.
         tokenizer: of target and auxiliaries.
         form: layout of the training texts.
     """
-    phrases = {key_phrase(question_of(record), record.answer) for record in forget}
-    forgotten = {tuple(words(phrase)) for phrase in phrases if is_distinctive(phrase)}
     to_refuse = {_prompt(record) for record in forget}
+    forgotten = ForgottenFacts(forget, retain)
     refused, kept = [], []
     for (record, beginning), ids in zip(asked, answers, strict=True):
         prompt = encode_prompt(record, tokenizer, form, beginning)
@@ -78,10 +78,8 @@ def with_refusals(
         if _prompt(record) in to_refuse:
             refusal = dataclasses.replace(record, answer=f"{beginning} {REFUSAL}".strip())
             refused.append((true, label_answer(prompt, encode(refusal, tokenizer, form).input_ids)))
-        else:
-            content, known = words(text), words(f"{question_of(record)} {record.answer}")
-            if not any(holds(content, phrase) and not holds(known, phrase) for phrase in map(list, forgotten)):
-                kept.append((true, true))
+        elif not forgotten.are_in(f"{question_of(record)} {text}", f"{question_of(record)} {record.answer}"):
+            kept.append((true, true))
     return refused, kept
 
 
