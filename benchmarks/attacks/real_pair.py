@@ -181,7 +181,7 @@ def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
     if not folder.is_dir():
         settings = DistillationSettings(
             bundle=str(bundle), output=str(folder), forget=str(forget), retain=str(rehearsed), rehearse=10**6,
-            lora_rank=16, lr=options.lr, epochs=options.epochs, temperature=1.0,
+            lora_rank=16, learning_rate=options.lr, epochs=options.epochs, temperature=1.0,
         )  # fmt: skip
         distill(settings, lambda line: print(line, file=sys.stderr, flush=True))
     result = {}

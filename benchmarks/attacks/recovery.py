@@ -557,8 +557,8 @@ _BATCHES = (("batch_size", 16), ("gradient_accumulation", 1))
 # Each under its best setting in the comparison (docs/comparison.md), so that no method is attacked at a weak point of
 # its grid; the student of the forget set alone is the paper's.
 CHECKPOINTS: dict[str, Trial] = {
-    "distilled": Trial("distill", (("lr", 3e-4), ("rehearse", 0))),
-    "distilled, rehearsed": Trial("distill", (("lr", 3e-4), ("rehearse", 200))),
+    "distilled": Trial("distill", (("learning_rate", 3e-4), ("rehearse", 0))),
+    "distilled, rehearsed": Trial("distill", (("learning_rate", 3e-4), ("rehearse", 200))),
     "GradDiff": Trial("grad-diff", (("learning_rate", 2e-4), ("epochs", 5.0)), constant=_BATCHES),
     "NPO": Trial("npo", (("learning_rate", 3e-4), ("epochs", 3.0)), constant=_BATCHES),
     "SimNPO": Trial("simnpo", (("learning_rate", 1e-3), ("epochs", 10.0)), constant=_BATCHES),

@@ -44,10 +44,10 @@ from divdec.training.settings import AuxiliarySettings
 ANSWER, NEUTRAL_ANSWER = 20, 32  # tokens
 THREE_MODELS, ALL_WEIGHTS = 6.0, 14.0  # GiB: three models in bfloat16; all weights of the sibling in training
 RECIPES = {
-    "lora": {"lora_rank": 16, "lr": 2e-4, "epochs": 4.0},
-    "lora-6": {"lora_rank": 16, "lr": 3e-4, "epochs": 6.0},
-    "all": {"lora_rank": 0, "lr": 2e-5, "epochs": 4.0},
-    "refusal": {"recipe": "refusal", "lora_rank": 16, "lr": 2e-4, "epochs": 2.0},
+    "lora": {"lora_rank": 16, "learning_rate": 2e-4, "epochs": 4.0},
+    "lora-6": {"lora_rank": 16, "learning_rate": 3e-4, "epochs": 6.0},
+    "all": {"lora_rank": 0, "learning_rate": 2e-5, "epochs": 4.0},
+    "refusal": {"recipe": "refusal", "lora_rank": 16, "learning_rate": 2e-4, "epochs": 2.0},
 }
 GENERATED = ("linear:1.5", "linear:1.5:3", "rank:20", "rank:20:3")
 MARGINS = (1.0, 2.0, 3.0, 5.0)

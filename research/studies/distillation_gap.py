@@ -48,7 +48,7 @@ UNLIKELY = math.log(1e-4)
 
 def student_of(name: str) -> tuple[str, Trial]:
     rehearsed, count, direction = STUDENTS[name]
-    return rehearsed, Trial("distill", (("lr", 1e-3), ("rehearse", count), ("direction", direction)))
+    return rehearsed, Trial("distill", (("learning_rate", 1e-3), ("rehearse", count), ("direction", direction)))
 
 
 def rehearsing(benchmark, rehearsed):

@@ -445,7 +445,7 @@ def run(options):
     pair = options.output / "pair"
     settings = AuxiliarySettings(
         base=options.base, target=options.target, forget=str(options.output / "forget.jsonl"),
-        retain=str(options.output / "retain.jsonl"), output=str(pair), recipe="refusal", lr=options.lr,
+        retain=str(options.output / "retain.jsonl"), output=str(pair), recipe="refusal", learning_rate=options.lr,
         epochs=options.epochs, seed=options.seed,
     )  # fmt: skip
     if not finished(pair):

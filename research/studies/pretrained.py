@@ -98,7 +98,7 @@ class StudentRun:
             distill(
                 DistillationSettings(
                     bundle=str(self.demo / "bundle"), forget=str(self.demo / "forget.jsonl"),
-                    retain=str(self.demo / "retain.jsonl"), output=str(folder), lr=RATE, epochs=EPOCHS,
+                    retain=str(self.demo / "retain.jsonl"), output=str(folder), learning_rate=RATE, epochs=EPOCHS,
                     direction=DIRECTION, rehearse=len(read_records(self.demo / "retain.jsonl")),
                 )
             )  # fmt: skip
@@ -243,8 +243,8 @@ def measure_pairs(options):
             train_auxiliaries(
                 AuxiliarySettings(
                     base=options.base, target=options.target, recipe=options.recipe, forget=str(paths["forget"]),
-                    retain=str(paths["retain"]), output=str(pair), epochs=options.epochs, lr=options.lr, lora_rank=0,
-                    seed=seed, steering="rank:20:3",
+                    retain=str(paths["retain"]), output=str(pair), epochs=options.epochs, learning_rate=options.lr,
+                    lora_rank=0, seed=seed, steering="rank:20:3",
                 ),
                 measure=False,
             )  # fmt: skip

@@ -539,7 +539,7 @@ class SequenceBuilder:
             distill(
                 DistillationSettings(
                     bundle=str(teacher), init_student=str(start), temperature=self.settings.temperature,
-                    lr=float(setting), epochs=self.settings.epochs, batch_size=BATCH_SIZE, **common,
+                    learning_rate=float(setting), epochs=self.settings.epochs, batch_size=BATCH_SIZE, **common,
                 ),
                 report,
             )  # fmt: skip

@@ -113,7 +113,7 @@ def grid_of(lora_rank):
     return grid | {
         "linear": {"steering": ("linear:1", "linear:1.5", "linear:1.5:1")},
         "rank": {"steering": ("rank:20", "rank:20:3", "rank:200")},
-        "distill": {**lora, "lr": (5e-5, 1.5e-4, 5e-4), "steering": ("linear:1.5",), "rehearse": (200,)},
+        "distill": {**lora, "learning_rate": (5e-5, 1.5e-4, 5e-4), "steering": ("linear:1.5",), "rehearse": (200,)},
         **dict.fromkeys(("grad-ascent", "grad-diff", "npo", "undial"), gradient),
         "simnpo": {**gradient, "gamma": (1.0,)},
         "rmu": {**gradient, "alpha": (1.0,), "coefficient": (20.0,), "layer": (14,), "trainable": ("all",)},
@@ -259,7 +259,8 @@ def make_pair(target, base, forget, retain, folder, trained):
         train_auxiliaries(
             AuxiliarySettings(
                 base=base, target=str(target), forget=str(forget), retain=str(retain), output=str(folder),
-                epochs=PAIR_EPOCHS, lr=PAIR_RATE, system_prompt=FORM.system_prompt, adapters=False, **trained,
+                epochs=PAIR_EPOCHS, learning_rate=PAIR_RATE, system_prompt=FORM.system_prompt, adapters=False,
+                **trained,
             ),
             report,
             measure=trained["recipe"] == "matched",  # the paper's recipes are trained once, on the whole retain set

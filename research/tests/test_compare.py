@@ -120,9 +120,9 @@ def few(monkeypatch):
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
         "rank": {"steering": ("rank:5",)},
-        "linear-paper": {"steering": ("linear:0", "linear:1"), "recipe": ("full-retain",), "lr": (1e-2,)},
-        "linear-matched": {"steering": ("linear:1",), "recipe": ("matched",), "lr": (1e-2,)},
-        "distill": {"lr": (1e-3,), "epochs": (2.0,), "steering": ("rank:5:soft",)},
+        "linear-paper": {"steering": ("linear:0", "linear:1"), "recipe": ("full-retain",), "learning_rate": (1e-2,)},
+        "linear-matched": {"steering": ("linear:1",), "recipe": ("matched",), "learning_rate": (1e-2,)},
+        "distill": {"learning_rate": (1e-3,), "epochs": (2.0,), "steering": ("rank:5:soft",)},
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
         "whp": {"learning_rate": (1e-3,), "epochs": (2.0,), "alpha": (0.0,)},
@@ -172,7 +172,10 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     for recipe, method in (("full-retain", "linear-paper"), ("matched", "linear-matched")):
         (pair,) = work.glob(f"pair-{recipe}-*")
         trained = json.loads((pair / "run.json").read_text())
-        assert (trained["settings"]["base"], trained["settings"]["lr"]) == (str(models_folder / "base"), 1e-2)
+        assert (trained["settings"]["base"], trained["settings"]["learning_rate"]) == (
+            str(models_folder / "base"),
+            1e-2,
+        )
         assert trained["retain_set"].endswith("12 records)")
         assert by_setting[method, "linear:1"].seconds == sum(one["seconds"] for one in trained["auxiliaries"].values())
         config = json.loads(next((output / "seed-0" / method).glob("linear-1-*/model/config.json")).read_text())

@@ -35,7 +35,7 @@ def write_files(folder, world, checkpoints):
         "forget": str(folder / "forget.jsonl"),
         "retain": str(folder / "retain.jsonl"),
         "output": str(folder / "run"),
-        "lr": 3e-3,
+        "learning_rate": 3e-3,
         "epochs": 2.0,
         "lora_rank": 0,
     }
@@ -116,11 +116,11 @@ def test_a_target_too_large_to_measure_leaves_auxiliaries_and_a_bundle_that_is_n
 
     monkeypatch.setattr(auxiliaries, "choose_rule", too_large)
     with pytest.raises(UsageError, match="is not measured; measure it on several devices: divdec calibrate"):
-        train(files, epochs=1.0, lr=1e-3)
+        train(files, epochs=1.0, learning_rate=1e-3)
     bundle = Path(files["output"]) / "bundle"
     assert DivergenceForCausalLM.from_pretrained(bundle).config.measured is None
     monkeypatch.undo()
-    content, said = train(files, epochs=1.0, lr=1e-3)  # goes on where it stopped
+    content, said = train(files, epochs=1.0, learning_rate=1e-3)  # goes on where it stopped
     assert said.count("already trained") == 2
     assert content["effects"]
 
@@ -163,7 +163,7 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
 
 
 def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files):
-    content, said = train(files, recipe="refusal", epochs=1.0, lr=1e-3)
+    content, said = train(files, recipe="refusal", epochs=1.0, learning_rate=1e-3)
     tried = [row["steering"] for row in content["effects"]["settings"]]
     assert sum(rule.endswith(":full") for rule in tried) == 6
     assert len({result["steps"] for result in content["auxiliaries"].values()}) == 1
@@ -218,7 +218,7 @@ def test_single_questions_may_have_a_system_turn_but_are_no_texts():
 
 def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, monkeypatch):
     monkeypatch.setattr("divdec.training.settings.FULL_RATE", 6e-3)  # for this base too low
-    content, said = train(files, lr="auto", epochs=6.0, target=None)
+    content, said = train(files, learning_rate="auto", epochs=6.0, target=None)
     rates = [content["auxiliaries"][name]["learning_rate"] for name in ("retain_auxiliary", "forget_auxiliary")]
     assert rates == [pytest.approx(6e-3 * STEP)] * 2
     assert "the pair does not fit yet" in said
@@ -233,7 +233,7 @@ def test_auto_mode_raises_learning_rate_until_p_and_q_separate(files, tmp_path, 
 def test_an_interrupted_search_resumes(files, tmp_path, monkeypatch):
     monkeypatch.setattr("divdec.training.settings.FULL_RATE", 1e-3)
     monkeypatch.setattr(auxiliaries, "MAX_ATTEMPTS", 2)
-    searched = {"lr": "auto", "epochs": 1.0, "target": None}
+    searched = {"learning_rate": "auto", "epochs": 1.0, "target": None}
     whole, _ = train(files, **searched, output=str(tmp_path / "whole"))
     tries = [(attempt["rate"], attempt["epochs"]) for attempt in whole["attempts"]]
     assert tries == [(1.0, 1.0), (pytest.approx(STEP), 1.0)]
@@ -261,7 +261,7 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     """With too small a rate p and q stay alike: `train` says so, and `calibrate` writes no strength for them."""
     settings = {name: files[name] for name in ("base", "forget", "retain", "output", "target")}
     # A target that knows both sets: what p becomes with a rate that suffices.
-    train(files, lr=5e-3, epochs=20.0, base=files["target"], target=None, output=str(tmp_path / "big"))
+    train(files, learning_rate=5e-3, epochs=20.0, base=files["target"], target=None, output=str(tmp_path / "big"))
     settings["target"] = str(tmp_path / "big" / "forget_auxiliary")
     options = [piece for name, value in settings.items() for piece in (f"--{name}", value)]
     assert main(["train", *options, "--lr", "1e-5", "--epochs", "1"]) == 3
@@ -359,8 +359,8 @@ def test_what_a_run_reports_and_keeps(files, tmp_path, checkpoints):
         ({"max_length": 4}, "no token of the answer is left"),
         ({"max_length": 1}, "--max-length is 1"),
         ({"epochs": 0.0}, "epochs is 0"),
-        ({"lr": -1.0}, "lr is -1"),
-        ({"lr": float("nan")}, "lr is nan"),
+        ({"learning_rate": -1.0}, "lr is -1"),
+        ({"learning_rate": float("nan")}, "lr is nan"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"gradient_accumulation": 0}, "--gradient-accumulation is 0"),
         ({"lora_rank": -1}, "--lora-rank is -1"),
@@ -620,7 +620,7 @@ class TestDefaults:
         with pytest.raises(UsageError, match=rf"{reason}.*give --merge"):
             train(files, base=str(base), lora_rank=4)
         assert not Path(files["output"]).exists()
-        train(files, base=str(base), lora_rank=4, adapters=False, lr=1e-2, epochs=1.0)
+        train(files, base=str(base), lora_rank=4, adapters=False, learning_rate=1e-2, epochs=1.0)
         model = DivergenceForCausalLM.from_pretrained(Path(files["output"]) / "bundle")
         assert model.experts.divergence(torch.tensor([[5, 9, 200, 31]])).abs().max() > 0
 

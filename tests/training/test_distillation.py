@@ -414,7 +414,7 @@ def test_student_learns_steered_output(learned, data, world, tokenizer, tmp_path
     assert not output.with_name("student.work").exists()
 
 
-QUICK = {"lr": 1e-3, "epochs": 1.0, "batch_size": 8}
+QUICK = {"learning_rate": 1e-3, "epochs": 1.0, "batch_size": 8}
 
 
 def settings_for(bundle, data, output, **more):
@@ -427,7 +427,7 @@ def quiet(settings):
 
 def test_rehearsal_preserves_retain_set(learned, data, tmp_path):
     """Without it the student ends farther from its teacher on the retain set than it began (the test above)."""
-    options = {"retain": str(data[1]), "lr": 6e-3, "epochs": 8.0, "batch_size": 6}
+    options = {"retain": str(data[1]), "learning_rate": 6e-3, "epochs": 8.0, "batch_size": 6}
     result = quiet(settings_for(learned, data, tmp_path / "student", rehearse=20, **options))
     assert result["after"]["retain"]["kl"] < 0.7 * result["before"]["retain"]["kl"]
     assert result["after"]["forget"]["kl"] < 0.5 * result["before"]["forget"]["kl"]
@@ -456,7 +456,7 @@ def test_resumed_distillation_gives_same_student(bundle, data, tmp_path, monkeyp
     assert not (tmp_path / "cut").exists()
     assert (tmp_path / "cut.work").is_dir()
     with pytest.raises(UsageError, match="unfinished run with other settings"):
-        quiet(dataclasses.replace(settings, lr=2e-3))
+        quiet(dataclasses.replace(settings, learning_rate=2e-3))
     resumed = quiet(settings)
     torch.testing.assert_close(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"), rtol=0, atol=1e-6)
     assert [epoch["epoch"] for epoch in whole["epochs"]] == [1, 2, 3]
@@ -533,8 +533,8 @@ class TestBadInput:
             ({"temperature": -1.0}, "temperature is -1"),
             ({"temperature": math.inf}, "temperature is inf"),
             ({"temperature": math.nan}, "temperature is nan"),
-            ({"lr": 0.0}, "lr is 0"),
-            ({"lr": 1e38}, r"lr is 1e\+38; accepted: a number above 0, at most 1e\+35"),
+            ({"learning_rate": 0.0}, "lr is 0"),
+            ({"learning_rate": 1e38}, r"lr is 1e\+38; accepted: a number above 0, at most 1e\+35"),
             ({"epochs": 0.0}, "epochs is 0"),
         ],
     )

@@ -31,7 +31,7 @@ from support.tiny import tiny_model
 
 
 def run(models, folder, **changes):
-    options = {"target": str(models / "target"), "layers": 2, "minutes": 0.05, "samples": 40, "lr": 3e-3}
+    options = {"target": str(models / "target"), "layers": 2, "minutes": 0.05, "samples": 40, "learning_rate": 3e-3}
     return shrink(ShrinkSettings(output=str(folder), **(options | changes)), report=lambda line: None)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from divdec.errors import UsageError
-from divdec.options import check_at_least, check_positive, option
+from divdec.options import LEARNING_RATE, check_at_least, check_positive, option
 
 
 class CheckedSettings:
@@ -53,4 +53,4 @@ Share = Annotated[float, in_range(0.0, 1.0)]
 Finite = Annotated[float, in_range()]
 Natural = Annotated[int, functools.partial(check_at_least, least=0)]
 Count = Annotated[int, functools.partial(check_at_least, least=1)]
-LearningRate = Annotated[float, Parameter(name="lr"), lambda _, value: check_positive("lr", value)]
+LearningRate = Annotated[float, LEARNING_RATE, check_positive]

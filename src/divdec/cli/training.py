@@ -93,7 +93,7 @@ def _advice(settings: AuxiliarySettings, content: dict[str, Any]) -> str:
         advice.append("--recipe matched trains p and q alike")
     if (content["effects"] or {"guessed": 0.0})["guessed"] > MAX_GUESSED:
         advice.append("a higher --lr, or a base that knows less (divdec shrink with fewer --layers)")
-    elif settings.lr != "auto":
+    elif settings.learning_rate != "auto":
         advice.append("--lr auto tries several rates")
     return f"; to try: {', '.join(advice or ['more --epochs', 'more retain records'])}"
 

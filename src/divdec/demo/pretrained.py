@@ -92,7 +92,7 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
         AuxiliarySettings(
             base=str(output / "base"), target=TARGET, forget=str(output / "forget.jsonl"),
             retain=str(output / "retain.jsonl"), neutral=str(output / "neutral.jsonl"), output=str(output / "pair"),
-            epochs=EPOCHS, lr=RATE, lora_rank=0, seed=seed, overwrite=True,
+            epochs=EPOCHS, learning_rate=RATE, lora_rank=0, seed=seed, overwrite=True,
         ),
         report,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Train the two auxiliaries by the paper's recipes, and measure whether the pair can steer.
 
-A pair can steer if p and q differ on the forget set and agree on the retain set (`Separation`). With `lr="auto"`, a
-pair that does not is trained again with a higher rate, then for more epochs, up to `MAX_ATTEMPTS` times.
+A pair can steer if p and q differ on the forget set and agree on the retain set (`Separation`). With --lr auto, a pair
+that does not is trained again with a higher rate, then for more epochs, up to `MAX_ATTEMPTS` times.
 
 A steered model may give a forgotten answer in a form that p has not read, such as "**Rome**" instead of "Rome". With
 the recipe 'matched' and a target, p and q therefore also read what the steered model still answers, in up to
@@ -633,7 +633,7 @@ class _PairTrainer:
         while factors is not None:
             make = functools.partial(self._attempt, attempts, *factors)
             attempts.append(self._stored(f"attempt {len(attempts) + 1}", factors, make))
-            factors = next_attempt(attempts) if self.settings.lr == "auto" else None
+            factors = next_attempt(attempts) if self.settings.learning_rate == "auto" else None
         if not self.trained:  # all attempts are those of an interrupted run
             self.train(attempts[-1]["rate"], attempts[-1]["epochs"])
         return attempts

@@ -342,7 +342,7 @@ def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any
         "forget set": job.forget.label,
         "rehearsed": f"{len(job.examples) - len(job.sets['forget'])} examples of the retain set",
         "loss": f"T²·KL, T = {settings.temperature:g}, {settings.direction}",
-        "learning rate": f"{settings.lr:.2e}",
+        "learning rate": f"{settings.learning_rate:.2e}",
         "epochs": f"{settings.epochs:g}",
     }
     for role, figures in content["after"].items():

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from divdec.errors import UsageError
 from divdec.options import (
+    LEARNING_RATE,
     MAX_NUMBER,
     RARE,
     TRAINING,
@@ -27,7 +28,7 @@ ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5  # the first learning rates that `--lr auto
 class TrainingSettings(Optimization):
     """How a model is fine-tuned."""
 
-    learning_rate: Annotated[float, Parameter(name="lr"), TRAINING] = 1e-4
+    learning_rate: Annotated[float, LEARNING_RATE, TRAINING] = 1e-4
     """Peak learning rate of AdamW, with a cosine schedule to 0."""
     warmup: Annotated[float, RARE] = 0.0
     """Fraction of the steps with learning-rate warm-up."""
@@ -38,7 +39,7 @@ class TrainingSettings(Optimization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("lr", self.learning_rate)
+        check_positive("learning_rate", self.learning_rate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,23 +74,23 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     neutral: str | None = None
     """Data that steering should not change, in the formats of --retain, for that measurement. By default samples of the
     target that contain no name or number of the forget set."""
-    lr: Annotated[Literal["auto"] | float, TRAINING] = "auto"
+    learning_rate: Annotated[Literal["auto"] | float, LEARNING_RATE, TRAINING] = "auto"
     """Peak learning rate. 'auto' is 2e-4 for adapters and 2e-5 for all weights. If p and q then do not differ on the
     forget set and agree on the retain set, it tries higher rates and more epochs, at most four times."""
 
     def __post_init__(self) -> None:
         Optimization.__post_init__(self)
         TrainingData.__post_init__(self)
-        if self.lr != "auto":
-            check_positive("lr", self.lr)
+        if self.learning_rate != "auto":
+            check_positive("learning_rate", self.learning_rate)
         if not self.lora_rank:
             object.__setattr__(self, "adapters", False)
 
     def training(self, learning_rate: float | None = None) -> TrainingSettings:
-        """Return the settings of one of the two runs; without a rate, with that of `lr`."""
+        """Return the settings of one of the two runs; without a rate, with that of the settings."""
         if learning_rate is None:
             first = ADAPTER_RATE if self.lora_rank else FULL_RATE
-            learning_rate = first if self.lr == "auto" else self.lr
+            learning_rate = first if self.learning_rate == "auto" else self.learning_rate
         return TrainingSettings(learning_rate=learning_rate, **optimization_of(self))
 
 
@@ -119,7 +120,7 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     """Number of samples to draw from the target if --text is not given."""
     max_length: int = 512
     """Maximum sequence length in tokens."""
-    lr: Annotated[float, TRAINING] = 5e-4
+    learning_rate: Annotated[float, LEARNING_RATE, TRAINING] = 5e-4
     """Peak learning rate of AdamW."""
     batch_size: Annotated[int, TRAINING] = 16
     """Sequences per step."""
@@ -133,14 +134,18 @@ class ShrinkSettings(OutputFolder, TargetArgument):
             check_at_least(name, getattr(self, name), least)
         if self.steps is not None:
             check_at_least("steps", self.steps, 0)
-        check_positive("lr", self.lr)
+        check_positive("learning_rate", self.learning_rate)
         if not 0 <= self.minutes <= MAX_NUMBER:
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")
 
     def training(self) -> TrainingSettings:
         """Return the settings of healing; the number of epochs is set later."""
         return TrainingSettings(
-            learning_rate=self.lr, batch_size=self.batch_size, precision=self.precision, seed=self.seed, warmup=0.05
+            learning_rate=self.learning_rate,
+            batch_size=self.batch_size,
+            precision=self.precision,
+            seed=self.seed,
+            warmup=0.05,
         )
 
 
@@ -164,7 +169,7 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
     students forget what they do not rehearse, so their retain set should hold general questions too."""
     temperature: float = 1.5
     """Temperature T of the loss T²·KL."""
-    lr: Annotated[float, TRAINING] = 4e-5
+    learning_rate: Annotated[float, LEARNING_RATE, TRAINING] = 4e-5
     """Peak learning rate of AdamW."""
     date: Annotated[str | None, RARE] = None
     """Date for chat templates that contain a date. By default the template's date."""
@@ -176,7 +181,7 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
     def __post_init__(self) -> None:
         Optimization.__post_init__(self)
         ForgetData.__post_init__(self)
-        for name in ("temperature", "lr"):
+        for name in ("temperature", "learning_rate"):
             check_positive(name, getattr(self, name))
         check_at_least("rehearse", self.rehearse, 0)
         if self.rehearse and self.retain is None:
@@ -184,7 +189,7 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
 
     def training(self) -> TrainingSettings:
         """Return the settings of the student's fine-tuning."""
-        return TrainingSettings(learning_rate=self.lr, **optimization_of(self))
+        return TrainingSettings(learning_rate=self.learning_rate, **optimization_of(self))
 
 
 def optimization_of(settings: Optimization) -> dict[str, Any]:

@@ -24,8 +24,8 @@ _FILTERS: dict[str, Grid] = {
 _LINEAR: Grid = {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3.5))}
 _RANK: Grid = {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 300, 600))}
 # The options of `divdec train` for the rows whose pair it trains from the small base.
-_PAPER_PAIR: Grid = {"recipe": ("full-retain",), "lr": (1e-3,)}
-_MATCHED_PAIR: Grid = {"recipe": ("matched",), "lr": (1e-3,)}
+_PAPER_PAIR: Grid = {"recipe": ("full-retain",), "learning_rate": (1e-3,)}
+_MATCHED_PAIR: Grid = {"recipe": ("matched",), "learning_rate": (1e-3,)}
 SMALL_SETTINGS = 8
 """Number of settings of each method in the small grid, except for the two that have only three."""
 # For models of a few million parameters, whose learning rates are a hundred times those of large ones. The settings
@@ -40,7 +40,7 @@ SMALL: dict[str, Grid] = {
     "rank-matched": {**_RANK, **_MATCHED_PAIR},
     # Students of this size forget what they do not rehearse; 600 is all that the embedded data have. The published
     # direction leaves memorised tokens likelier than the teacher does (docs/distillation.md); it is in PAPER.
-    "distill": {"lr": (3e-4, 1e-3, 2e-3, 4e-3), "rehearse": (0, 600), "direction": ("student-teacher",)},
+    "distill": {"learning_rate": (3e-4, 1e-3, 2e-3, 4e-3), "rehearse": (0, 600), "direction": ("student-teacher",)},
     "grad-ascent": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3), "epochs": (2.0, 4.0), **_BATCHES},
     "grad-diff": {"learning_rate": (2e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
     "npo": {"learning_rate": (2e-4, 5e-4, 2e-3, 4e-3), "epochs": (3.0, 5.0), **_BATCHES},
@@ -76,7 +76,7 @@ PAPER: dict[str, Grid] = {
     "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in _PAPER_ALPHAS)},
     "rank": {"steering": tuple(f"rank:{k}" for k in (1, 5, 20, 50, 100, 200, 500, 1000))},
     "distill": {
-        "lr": (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5),
+        "learning_rate": (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5),
         "temperature": (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0),
         "epochs": (5.0, 10.0),
     },
@@ -101,7 +101,7 @@ PAPER: dict[str, Grid] = {
 PAPER_MUSE: dict[str, Grid] = PAPER | {
     "linear": {"steering": tuple(f"linear:{n / 10:g}" for n in range(5, 16))},
     "distill": {
-        "lr": (*(n * 1e-5 for n in range(2, 11)), 1.25e-4, 1.5e-4, 2e-4),
+        "learning_rate": (*(n * 1e-5 for n in range(2, 11)), 1.25e-4, 1.5e-4, 2e-4),
         "temperature": (0.25, 0.5, 1.0, 1.5, 2.0),
         "epochs": (5.0,),
         "steering": ("linear:0.85",),
@@ -114,7 +114,7 @@ PRETRAINED: dict[str, Grid] = {
     "rank": {"steering": ("rank:5:3", "rank:20:3", "rank:100:3")},
     # The linear rule changes what has nothing to do with the forget set, so the teacher has the rank rule.
     "distill": {
-        "lr": (3e-5, 1e-4, 3e-4),
+        "learning_rate": (3e-5, 1e-4, 3e-4),
         "steering": ("rank:20:3:soft",),
         "direction": ("student-teacher",),
         "epochs": (3.0,),
@@ -233,7 +233,7 @@ class Trial:
         if self.steering is not None:
             return self.steering
         short = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in self.options}
-        return ", ".join(f"{name} {value}" for name, value in short.items())
+        return ", ".join(f"{name} {value}" for name, value in short.items()).replace("learning_rate", "lr")
 
     @property
     def folder(self) -> Path:

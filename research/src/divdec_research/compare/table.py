@@ -257,10 +257,9 @@ def show(results: BenchmarkResults, settings: CompareSettings, console: Console)
             if trial.has_failed
             else [MEASURES[name].text(trial.values.get(name)) for name in shown]
         )
-        setting = trial.setting.replace("learning_rate", "lr")
         *_, time_ratio = trial.costs(results.times.get(trial.method))
         tried, (_, held_out) = str(results.tried(trial.method)), _held_out(results, trial.method, interval=False)
-        rows.append(dict(zip(heads, (trial.title, setting, tried, *values, held_out, time_ratio), strict=True)))
+        rows.append(dict(zip(heads, (trial.title, trial.setting, tried, *values, held_out, time_ratio), strict=True)))
     console.print(terminal_table(rows, left=2))
     for note in _notes(results):
         console.print(note, highlight=False)

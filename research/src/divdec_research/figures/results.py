@@ -181,7 +181,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
         intervals = {name: (low, high) for name, (low, high) in row["intervals"].items()}
         results.append(
             MethodResult(
-                method, setting.replace("learning_rate", "lr").replace("_", " "), rule=rule, strength=strength,
+                method, setting.replace("_", " "), rule=rule, strength=strength,
                 values=row["values"], intervals=intervals, source=source, suite=suite,
                 seeds=len(row.get("seeds", ())),
             )

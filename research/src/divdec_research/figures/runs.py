@@ -334,7 +334,8 @@ def _distilled_students(request: FigureRequest) -> list[Student]:
             continue
         settings, after = content["settings"], content["after"]
         values = {role: float(after[role]["kl"]) for role in ("forget", "retain") if after.get(role)}
-        options = {name: float(settings[name]) for name in (LR, TEMPERATURE, "rehearse", "epochs")}
+        options = {name: float(settings[name]) for name in (TEMPERATURE, "rehearse", "epochs")}
+        options[LR] = float(settings["learning_rate"])
         students.append(Student(options, values, source))
     return students
 
