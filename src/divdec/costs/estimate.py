@@ -1,4 +1,9 @@
-"""Estimate the cost of a deployment in FLOPs and memory, and recommend steering, distillation or n-grams."""
+"""Estimate the cost of a deployment in FLOPs and memory, and recommend steering, distillation or n-grams.
+
+The formulas are the paper's (section Cost and Latency Analysis; appendix Steering vs Distilling). N is the number of
+parameters of the target, n that of each auxiliary. A forward pass costs 2 FLOPs per parameter and token, a training
+step 6 (Kaplan et al. 2020). Attention over the context is not included.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,54 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from divdec.costs import formulas
-from divdec.costs.formulas import Teacher
 from divdec.costs.model_size import ModelSize, format_quantity, parse_quantity, read_size
 from divdec.errors import UsageError
 from divdec.options import option
 
+Recipe = Literal["forget-retain", "full-retain", "matched", "refusal"]
+Teacher = Literal["paper", "live"]
 Option = Literal["steer", "distil", "n-gram"]
 WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 MAX_EPOCHS = 1_000_000  # a larger number is a typing error
+
+
+def inference(N: float, n: float, tokens: float) -> float:
+    """FLOPs of steered inference, 2(N + 2n)·I, for I `tokens` of prompts and answers; n is 0 without auxiliaries."""
+    return 2 * (N + 2 * n) * tokens
+
+
+def auxiliary_training(
+    n: float, epochs: float, retain_tokens: float, forget_tokens: float, recipe: Recipe = "forget-retain"
+) -> float:
+    """FLOPs of training both auxiliaries, 6·n·e_n·(d_retain + d_forget).
+
+    The formula is that of the recipe forget-retain (the paper's MUSE). With full-retain (the paper's TOFU) both
+    auxiliaries read the retain set: 6·n·e_n·(2·d_retain + d_forget). With matched and refusal, q also reads as many
+    tokens in place of the forget set: 6·n·e_n·2·(d_retain + d_forget).
+    """
+    forget_passes, retain_passes = {"forget-retain": (1, 1), "full-retain": (1, 2)}.get(recipe, (2, 2))
+    return 6 * n * epochs * (retain_passes * retain_tokens + forget_passes * forget_tokens)
+
+
+def distillation(N: float, n: float, epochs: float, forget_tokens: float, teacher: Teacher = "paper") -> float:
+    """FLOPs of distilling the steered model into a student of the target's size, (6N + 4n)·e_N·d_forget.
+
+    6N is the student's training step, 4n the forward passes of the auxiliaries. The teacher also runs the frozen
+    target, 2N per token, which the paper's formula (`teacher` 'paper') leaves out. With 'live' it is counted, (8N +
+    4n)·e_N·d_forget, as `divdec distill` runs.
+    """
+    return (6 * N + 4 * n + (2 * N if teacher == "live" else 0)) * epochs * forget_tokens
+
+
+def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher: Teacher = "paper") -> float:
+    """Number of tokens of inference above which distilling costs less than steering (last line of the appendix).
+
+    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget: the cost of distillation, counted as in `distillation`, divided by the 4n
+    FLOPs that steering adds to every token. The auxiliaries are trained in both cases.
+    """
+    if teacher == "paper":
+        return 3 * N * epochs * forget_tokens / (2 * n) + epochs * forget_tokens
+    return distillation(N, n, epochs, forget_tokens, teacher) / (4 * n)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +77,7 @@ class CostSettings:
     """Number of tokens that the model reads and generates before the forget set or the model changes, such as 1B."""
     epochs: float = 10.0
     """Epochs of the auxiliaries' training and of distillation."""
-    recipe: Literal["forget-retain", "full-retain", "matched", "refusal"] = "forget-retain"
+    recipe: Recipe = "forget-retain"
     """Recipe of `divdec train`: 'forget-retain' reads each set once (the paper's formula), 'full-retain' the retain set
     twice, 'matched' and 'refusal' both sets twice."""
     embeddings: Literal["counted", "uncounted"] = "counted"
@@ -123,24 +167,24 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
     retain = parse_quantity(settings.retain_tokens, "--retain-tokens")
     volume = None if settings.volume is None else parse_quantity(settings.volume, "--volume")
     context = parse_quantity(settings.context, "--context", least=1.0)
-    training = formulas.auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
+    training = auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live")
 
     def by_teacher(formula: Callable[..., float]) -> dict[Teacher, float]:
         return {teacher: formula(N, n, settings.epochs, forget, teacher) for teacher in teachers}
 
-    distillation, break_even = by_teacher(formulas.distillation), by_teacher(formulas.break_even)
+    distilling, limits = by_teacher(distillation), by_teacher(break_even)
     options = {
-        "target": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
-        "steer": LinearCost(training, formulas.inference(N, n, 1.0)),
-        "distil": LinearCost(training + distillation["paper"], formulas.inference(N, 0.0, 1.0)),
-        "n-gram": LinearCost(0.0, formulas.inference(N, 0.0, 1.0)),
+        "target": LinearCost(0.0, inference(N, 0.0, 1.0)),
+        "steer": LinearCost(training, inference(N, n, 1.0)),
+        "distil": LinearCost(training + distilling["paper"], inference(N, 0.0, 1.0)),
+        "n-gram": LinearCost(0.0, inference(N, 0.0, 1.0)),
     }
     width = WIDTHS[settings.dtype]
     memory = _memory(target, auxiliary, width, context)
-    choice, reason = choose_option(volume, break_even, settings.verbatim)
+    choice, reason = choose_option(volume, limits, settings.verbatim)
     return CostEstimate(
-        target, auxiliary, N, n, formulas.compute_increase(N, n), training, distillation, break_even, options, memory,
+        target, auxiliary, N, n, 2 * n / N, training, distilling, limits, options, memory,
         volume, choice, reason, tuple(_warnings(N, n, target, auxiliary)),
     )  # fmt: skip
 

@@ -5,7 +5,6 @@ Only `UnsteeredTarget` answers from the target's own logits.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import BaseStreamer
 
 from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
@@ -176,7 +174,8 @@ class SteeredModel:
         model = copy.copy(self.model)  # shares the weights; the rule of another answer may differ
         model.config = copy.copy(model.config)
         model.steering = steering
-        recorder = ShiftRecorder(self)
+        logits: deque[tuple[Tensor, Tensor]] = deque()  # of tokens that are not yet described
+        model.on_steered = lambda target, steered: logits.append((target[:, -1], steered[:, -1]))
         arguments: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
             arguments |= {"temperature": temperature, "top_p": 1.0, "top_k": 0}
@@ -185,14 +184,15 @@ class SteeredModel:
         def generate(streamer: BaseStreamer) -> None:
             wait_for_checks()
             torch.manual_seed(seed)
-            with recorder.attached(model.target):
-                generate_stream(
-                    model, prompt, streamer, max_new_tokens=self.most_new_tokens(prompt),
-                    logits_processor=LogitsProcessorList([recorder]), **arguments,
-                )  # fmt: skip
+            generate_stream(model, prompt, streamer, max_new_tokens=self.most_new_tokens(prompt), **arguments)
+
+        def describe(token_id: int) -> Token:
+            target, steered = logits.popleft()
+            chosen = torch.tensor([token_id])
+            return compute_shifts(target.to(steered.device), steered, chosen, self.decode, reveal=self.reveal)[0]
 
         text, pending = AnswerText(self.tokenizer, (), prompt), None
-        for token in stream_tokens(generate, recorder.describe):
+        for token in stream_tokens(generate, describe):
             if token.id in self.eos_token_ids:
                 break
             if pending is not None:
@@ -293,42 +293,6 @@ def compute_shifts(
             )
         )
     return tokens
-
-
-class ShiftRecorder(LogitsProcessor):
-    """Keeps the target's and the steered logits of `generate` until the token is chosen, and describes the token."""
-
-    def __init__(self, model: SteeredModel) -> None:
-        self._model = model
-        self._target_logits: deque[Tensor] = deque()
-        self._steered_logits: deque[Tensor] = deque()
-
-    @contextlib.contextmanager
-    def attached(self, target: Any) -> Iterator[None]:
-        """Record the logits of this thread's passes of the target within the block."""
-        thread = threading.get_ident()
-
-        def record(module: Any, args: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                self._target_logits.append(output.logits[:, -1, : self._model.model.vocab_size])
-
-        handle = target.register_forward_hook(record)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Record the steered logits, and return them unchanged."""
-        self._steered_logits.append(scores)
-        return scores
-
-    def describe(self, token_id: int) -> Token:
-        """Return the effect of steering on the oldest token that is not yet described."""
-        steered = self._steered_logits.popleft()
-        target = self._target_logits.popleft().to(steered.device)
-        chosen = torch.tensor([token_id])
-        return compute_shifts(target, steered, chosen, self._model.decode, reveal=self._model.reveal)[0]
 
 
 class TokenStreamer(BaseStreamer):

@@ -37,8 +37,8 @@ class ServeSettings:
     registry: str | None = None
     """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
     logprobs: str | None = None
-    """Probabilities that replies tell: off, top-1, rounded:STEP (in nats), or full. All but full also refuse
-    logit_bias, log-probabilities of the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.
+    """Probabilities that replies tell: off, top-1, or full. All but full also refuse logit_bias, log-probabilities of
+    the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.
     Default: off with a registry, full without. vLLM: off or full."""
     on_suppressed: Literal["answer", "refuse", "note"] = "answer"
     """Action for a reply from which steering took much of the target's probability, where the model would invent
@@ -96,7 +96,7 @@ class ServeSettings:
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
         if self.logprobs is not None:
-            LogprobPolicy.parse(self.logprobs)
+            LogprobPolicy(self.logprobs)
         key = self.api_key
         if key is not None and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
             raise UsageError(

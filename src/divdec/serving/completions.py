@@ -388,10 +388,10 @@ class TextCompletion(CompletionCall):
         def add(token: int, offset: int, logprob: TokenLogprob | None) -> None:
             names["tokens"].append(self._name(token))
             names["text_offset"].append(offset)
-            names["token_logprobs"].append(None if logprob is None else self.policy.shown(logprob.logprob))
+            names["token_logprobs"].append(None if logprob is None else logprob.logprob)
             top: dict[str, float] = {}
             for other, value in () if logprob is None else (*logprob.top, (token, logprob.logprob)):
-                top.setdefault(self._name(other), self.policy.shown(value))
+                top.setdefault(self._name(other), value)
             names["top_logprobs"].append(None if logprob is None else top)
 
         if reply.prompt_logprobs is not None:
@@ -509,7 +509,7 @@ class ChatCompletion(CompletionCall):
     def _token(self, token: int, logprob: float) -> Event:
         name = self.engine.token_name(token, by_id=self.body.return_tokens_as_token_ids)
         return {
-            "token": name, "logprob": self.policy.shown(logprob),
+            "token": name, "logprob": logprob,
             "bytes": list(self.engine.token_bytes(token)) or None,
         }  # fmt: skip
 

@@ -20,7 +20,7 @@ from divdec.errors import UsageError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-ACCEPTED = "off, top-1, full, or rounded:STEP such as rounded:0.5 (0.001 to 100)"
+LEVELS = ("off", "top-1", "full")
 REFUSED = "log-probabilities"
 """Part of every refusal, by which a client can tell it."""
 MIDDLEWARE = f"{__name__}.RefuseLogprobs"
@@ -50,31 +50,11 @@ class LogprobPolicy:
     """Which log-probabilities a reply may contain."""
 
     level: str = "full"
-    """'off', 'top-1' (of the chosen and of the likeliest token), 'rounded' or 'full'."""
-    step: float = 0.0
-    """Log-probabilities are rounded to multiples of it, in nats."""
+    """'off', 'top-1' (of the chosen and of the likeliest token) or 'full'."""
 
-    @classmethod
-    def parse(cls, text: str) -> LogprobPolicy:
-        """Read a policy.
-
-        Raises:
-            UsageError: the text is not one of `ACCEPTED`.
-        """
-        level, colon, number = text.partition(":")
-        if level == "rounded" and colon:
-            try:
-                step = float(number)
-            except ValueError:
-                step = math.nan
-            if 0.001 <= step <= 100:
-                return cls(level, step)
-        elif level in ("off", "top-1", "full") and not colon:
-            return cls(level)
-        raise UsageError(f"--logprobs is {text!r}; accepted: {ACCEPTED}")
-
-    def __str__(self) -> str:
-        return f"{self.level}:{self.step:g}" if self.step else self.level
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise UsageError(f"--logprobs is {self.level!r}; accepted: {', '.join(LEVELS)}")
 
     def find_refused(self, fields: Mapping[str, Any]) -> str | None:
         """Return the first field of a request that asks for more than the policy allows.
@@ -86,7 +66,7 @@ class LogprobPolicy:
             return None
         asked = fields.get("logprobs")
         asked = -1 if asked is None or asked is False else int(asked)  # a chat says true or false
-        most = {"off": -1, "top-1": 1}.get(self.level, math.inf)
+        most = {"off": -1, "top-1": 1}[self.level]
         reply, tools = fields.get("response_format"), fields.get("tools")
         for name, refused in (
             ("logit_bias", bool(fields.get("logit_bias"))),
@@ -106,28 +86,24 @@ class LogprobPolicy:
 
     def refusal(self, field: str) -> str:
         """Return the message for a refused field."""
+        given = f"this server gives (--logprobs {self.level})"
         if field in BOUNDS:
             low, high = BOUNDS[field]
             accepted = f"from {low:g} to {high:g}" if math.isfinite(high) else f"from {low:g}"
             return (
-                f"{field} would show more than the {REFUSED} that this server gives (--logprobs {self}); accepted: "
-                f"multiples of {GRID:g} {accepted}"
+                f"{field} would show more than the {REFUSED} that {given}; accepted: multiples of {GRID:g} {accepted}"
             )
         if field == "seed":
             return (
-                f"samples of a known seed show more than the {REFUSED} that this server gives (--logprobs {self}); "
-                "leave 'seed' out, or set temperature to 0"
+                f"samples of a known seed show more than the {REFUSED} that {given}; leave 'seed' out, or set "
+                "temperature to 0"
             )
         if field in GRAMMARS:
             return (
-                f"a grammar of the client's choice may show more {REFUSED} than this server gives (--logprobs {self}); "
-                f"accepted as {field!r}: {GRAMMARS[field]}"
+                f"a grammar of the client's choice may show more {REFUSED} than {given}; accepted as {field!r}: "
+                f"{GRAMMARS[field]}"
             )
-        return f"field {field!r} may show more {REFUSED} than this server gives (--logprobs {self}); leave it out"
-
-    def shown(self, logprob: float) -> float:
-        """Return a log-probability as replies show it."""
-        return round(logprob / self.step) * self.step if self.step else logprob
+        return f"field {field!r} may show more {REFUSED} than {given}; leave it out"
 
 
 def default_level(registry: bool) -> str:

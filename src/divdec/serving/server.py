@@ -152,7 +152,7 @@ def create_app(
         tracer: OpenTelemetry tracer of requests; None for no spans.
     """
     follows = any(engine.count_takedowns() is not None for engine in engines.values())
-    policy = LogprobPolicy.parse(options.logprobs or default_level(follows))
+    policy = LogprobPolicy(options.logprobs or default_level(follows))
     server = Server(engines, options, policy, Metrics(engines))
     app = FastAPI(
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
@@ -201,7 +201,7 @@ def create_app(
     def card(engine: Engine) -> dict[str, Any]:
         return {
             "id": engine.name, "object": "model", "created": engine.created, "owned_by": "divdec",
-            "max_model_len": engine.max_model_len, "logprobs": str(policy),
+            "max_model_len": engine.max_model_len, "logprobs": policy.level,
             "system_fingerprint": engine.fingerprint,
         }  # fmt: skip
 

@@ -22,7 +22,7 @@ def ask(url, **fields):
     return httpx.post(f"{url}/v1/{path}", json=fields, timeout=60)
 
 
-@pytest.fixture(scope="module", params=["off", "top-1", "rounded:0.5"])
+@pytest.fixture(scope="module", params=["off", "top-1"])
 def guarded(request, served_bundle):
     """A server with a level below full, and the level."""
     with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs=request.param) as url:
@@ -33,7 +33,6 @@ def guarded(request, served_bundle):
 REFUSED = {
     "off": [TEXT | {"logprobs": 0}, CHAT | {"logprobs": True}],
     "top-1": [TEXT | {"logprobs": 2}, CHAT | {"logprobs": True, "top_logprobs": 2}],
-    "rounded:0.5": [],
 }
 EVERYWHERE = [
     TEXT | {"logit_bias": {"5": 1}}, CHAT | {"logit_bias": {"5": 1}}, TEXT | {"echo": True, "logprobs": 0},
@@ -80,19 +79,6 @@ def test_top_1_gives_the_chosen_and_the_likeliest_token(served_bundle, url):
             assert ask(address, **fields).json()["choices"] == ask(url, **fields).json()["choices"]
 
 
-def test_rounded_values_are_multiples_of_the_step(served_bundle, url):
-    with serving([engine_of(served_bundle)], shutdown_timeout=0.0, logprobs="rounded:0.5") as address:
-        rounded, full = (ask(where, **TEXT, logprobs=5).json()["choices"][0]["logprobs"] for where in (address, url))
-        chat = ask(address, **CHAT, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"]
-    values = [
-        [*own["token_logprobs"], *(x for top in own["top_logprobs"] for x in top.values())] for own in (rounded, full)
-    ]
-    assert all(value % 0.5 == 0 for value in values[0])
-    assert any(value % 0.5 for value in values[1])
-    assert all(abs(a - b) <= 0.25 for a, b in zip(*values, strict=True))
-    assert all(other["logprob"] % 0.5 == 0 for token in chat for other in [token, *token["top_logprobs"]])
-
-
 def test_echo_shows_the_tokens_that_a_rank_rule_masks(models):
     """What `full` gives away without an earlier reply (docs/serving.md)."""
     bundle, prompt = bundle_of(models, "masked", "rank:5"), [40, 41, 42]
@@ -107,11 +93,9 @@ def test_echo_shows_the_tokens_that_a_rank_rule_masks(models):
             assert (shown == -9999) == (token in masked)
 
 
-@pytest.mark.parametrize(
-    "text", ["none", "", "rounded", "rounded:", "rounded:0", "rounded:nan", "rounded:1e-320", "top-2", "off:1"]
-)
+@pytest.mark.parametrize("text", ["none", "", "top-2", "off:1"])
 def test_invalid_level_error_says_what_is_accepted(text):
-    with pytest.raises(UsageError, match=r"--logprobs is '.*'; accepted: off, top-1, full, or rounded:STEP"):
+    with pytest.raises(UsageError, match=r"--logprobs is '.*'; accepted: off, top-1, full"):
         ServeSettings(logprobs=text)
 
 

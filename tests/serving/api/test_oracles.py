@@ -16,7 +16,7 @@ from divdec.serving.logprobs import BOUNDS, GRID
 from divdec.serving.schemas import ChatCompletionRequest, CompletionRequest
 from support.served import engine_of, serving
 
-LEVELS = ("off", "top-1", "rounded:0.5")
+LEVELS = ("off", "top-1")
 EXACT = 2e-3  # nats
 COARSE = 0.005  # nats; 10,000 samples of a likely token come as near
 SAMPLES = 64

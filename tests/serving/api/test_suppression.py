@@ -101,7 +101,7 @@ def test_note_gives_the_share(running, url, model, tokenizer):
     assert "suppressed" not in ask(url, **TEXT)[0]
 
 
-@pytest.mark.parametrize("level", ["off", "top-1", "rounded:0.5"])
+@pytest.mark.parametrize("level", ["off", "top-1"])
 def test_below_full_a_note_only_marks(running, level):
     """The share is a probability of the unsteered target."""
     for share, marked in ((1e-9, True), (1.0, False)):

@@ -15,7 +15,6 @@ import psutil
 import torch
 from tqdm.auto import tqdm
 
-from divdec.costs.formulas import compute_increase
 from divdec.costs.model_size import ModelSize, measure_size
 from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError, first_line
@@ -326,9 +325,7 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
         )
         for name, seconds in times.items()
     }
-    theory, without = (
-        1 + compute_increase(float(sizes[f"N{what}"]), float(sizes[f"n{what}"])) for what in ("", WITHOUT)
-    )
+    theory, without = (1 + 2 * float(sizes[f"n{what}"]) / float(sizes[f"N{what}"]) for what in ("", WITHOUT))
     return {
         "seconds": {
             name: {model: statistics.median(seconds) for model, seconds in by.items()} for name, by in times.items()
