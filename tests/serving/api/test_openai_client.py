@@ -6,10 +6,11 @@ import openai
 import pytest
 import torch
 
+from divdec import DivergenceForCausalLM
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record
 from support.exactness import assert_same_text
-from support.served import engine_of, serving
+from support.served import bundle_of, engine_of, serving
 
 PROMPT = "Who wrote the book of"
 TURNS = [{"role": "user", "content": "Where was she born?"}]
@@ -70,6 +71,20 @@ def test_completion_matches_library_output(client, model, greedy, tokenizer):
         )
         == 16
     )
+
+
+@pytest.mark.parametrize("rule", ["linear:2:0.5", "linear:2:0.5:full"])
+def test_rules_with_a_margin_match_library_output(models, tokenizer, model, rule):
+    bundle = bundle_of(models, rule.replace(":", "-"), rule)
+    ids = tokenizer(PROMPT).input_ids
+    expected = generated(DivergenceForCausalLM.from_pretrained(bundle), ids, 24)
+    with (
+        serving([engine_of(bundle)], shutdown_timeout=0.0) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        answer = complete(client).choices[0].text
+    assert_same_text(DivergenceForCausalLM.from_pretrained(bundle), tokenizer, ids, answer, expected)
+    assert expected != generated(model.target, ids, 24)
 
 
 def test_multiple_prompts_are_returned_in_order(client, tokenizer):
