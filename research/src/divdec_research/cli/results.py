@@ -27,7 +27,6 @@ def score(
     *,
     target: str,
     retrain: str,
-    latex: bool = False,
     scoring: Scoring = Scoring(),
     printing: Printing = Printing(),
 ) -> None:
@@ -44,17 +43,14 @@ def score(
             results.
         target: Result folder of the target. The bootstrap does not resample it.
         retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
-        latex: Print a LaTeX table (booktabs).
         scoring: how aggregates are computed.
         printing: format of the table.
     """
     from divdec_research.report.scores import Entry, Scorer
-    from divdec_research.report.tables import print_latex, print_scores, score_json
+    from divdec_research.report.tables import print_scores, score_json
     from divdec_research.suites.aggregate import UTILITY
     from divdec_research.suites.results import read_results
 
-    if printing.json and latex:
-        raise UsageError("give --json or --latex, not both")
     folders = (target, retrain, *results)
     names = [Path(folder).expanduser().absolute().name for folder in folders]
     if len(set(names[2:])) < len(results):
@@ -74,7 +70,7 @@ def score(
     if printing.json:
         print(json.dumps([score_json(row, scoring) for row in rows], indent=2, ensure_ascii=False))
     else:
-        (print_latex if latex else print_scores)(rows, suite, scoring)
+        print_scores(rows, suite, scoring)
 
 
 @app.command(sort_key=2)
