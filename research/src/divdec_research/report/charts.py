@@ -1,12 +1,11 @@
-"""Charts of pages, comparisons and figures: scatter, curves, differences, ROC, bands, bars, leaks, trade-off."""
+"""Charts of pages, comparisons and figures: scatter, bands, bars, leaks, trade-off."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from divdec.report.style import (
     BY_NAME,
@@ -17,24 +16,20 @@ from divdec.report.style import (
     PAGE_WIDTH,
     PAPER,
     RETRAIN,
-    STRIPE,
     TARGET,
     TEXT,
     SeriesStyle,
     style,
     svg_text,
-    themed,
 )
 from divdec_research.baselines.table import Kind as MethodKind
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
 Interval = tuple[float, float]
-Kind = Literal["scatter", "curves", "dots", "roc"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +62,12 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Content of a chart."""
+    """Content of a scatter."""
 
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    description: str = ""
-    """Text alternative."""
     title: str = ""
-    levels: tuple[tuple[SeriesStyle, float], ...] = ()
-    """Horizontal lines behind curves, such as the target's value."""
-    log: bool = False
-    """Use a logarithmic x axis with a tick at each value."""
-    integer: bool = False
-    """Put ticks at integers only."""
-    rows: tuple[str, ...] = ()
-    """Names of the rows of a 'dots' chart; a dot's y is the index of its row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,31 +89,6 @@ class LeakCurve:
     """None for a grey line with its name at its end."""
     shares: Mapping[int, float]
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
-
-
-def inline(plot: Plot, kind: Kind) -> Markup:
-    """Draw a chart as an `<svg>` element of a page, with its text alternative."""
-    from markupsafe import Markup
-    from matplotlib.figure import Figure
-
-    sizes = {
-        "scatter": (5.2, 4.0),
-        "curves": (4.0, 2.9),
-        "dots": (5.2, 0.95 + 0.32 * len(plot.rows)),
-        "roc": (3.7, 3.8),
-    }
-    with style(f"divdec {plot.description}"):
-        figure = Figure(figsize=sizes[kind], layout="constrained")
-        axes = figure.subplots()
-        {"scatter": scatter, "curves": curves, "dots": dots, "roc": roc}[kind](axes, plot)
-        if kind == "scatter":
-            write_labels(axes, plot.series)
-        text = themed(svg_text(figure))
-    # The plots of a page would repeat the ids of groups; the metadata contains addresses.
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    label = Markup('<svg role="img" aria-label="{}" ').format(plot.description)
-    return Markup(text.replace("<svg ", label, 1))
 
 
 def scatter(axes: Axes, plot: Plot) -> None:
@@ -155,74 +115,6 @@ def scatter(axes: Axes, plot: Plot) -> None:
     write_titles(axes, plot)
     axes.margins(0.1)
     axes.locator_params(nbins=6)
-    axes.grid(True)
-
-
-def curves(axes: Axes, plot: Plot) -> None:
-    """Draw lines along a sweep with bands around them, over the levels of the references."""
-    for series_style, value in plot.levels:
-        axes.axhline(value, color=series_style.colour, linestyle=series_style.dash, linewidth=1.6, zorder=2)
-    for series in plot.series:
-        series_style = series.style
-        bands = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
-        draw_band(axes, bands, series_style, alpha=0.18, zorder=1)
-        if len(bands) == 1:
-            axes.vlines(*bands[0], color=series_style.colour, alpha=0.6)
-        xs, ys = [dot.x for dot in series.dots], [dot.y for dot in series.dots]
-        draw_line(axes, xs, ys, series_style, edge=0.5, label=series.name, linewidth=1.6, zorder=3)
-    write_titles(axes, plot)
-    axes.margins(x=0.04, y=0.08)
-    axes.grid(True)
-    if plot.integer:
-        axes.locator_params(axis="x", integer=True)
-    if plot.log:
-        log_ticks(axes, sorted({dot.x for series in plot.series for dot in series.dots}))
-
-
-def dots(axes: Axes, plot: Plot) -> None:
-    """Draw differences from a reference at 0: a row for each name, a dot with its interval for each series."""
-    step = 0.62 / max(len(plot.series) - 1, 1)
-    for index, series in enumerate(plot.series):
-        series_style, shift = series.style, (index - (len(plot.series) - 1) / 2) * step
-        for dot in series.dots:
-            axes.errorbar(
-                dot.x, dot.y + shift, xerr=error_bars(dot.x, dot.x_interval), fmt=series_style.marker,
-                color=series_style.colour, markersize=5, elinewidth=1.2, markeredgecolor=PAPER, markeredgewidth=0.4,
-                zorder=3,
-            )  # fmt: skip
-    for row in range(0, len(plot.rows), 2):
-        axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
-    write_titles(axes, plot)
-    axes.axvline(0, color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6, zorder=2)
-    axes.set_yticks(range(len(plot.rows)), [shortened(name) for name in plot.rows])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(plot.rows) - 0.5, -0.5)
-    # Each side has room for its annotation, at least a quarter of the longer side.
-    low, high = axes.get_xlim()
-    reach = max(abs(low), abs(high))
-    axes.set_xlim(min(low, -0.25 * reach), max(high, 0.25 * reach))
-    axes.grid(True, axis="x")
-    for x, text, side in ((0.0, "← over-unlearned", "left"), (1.0, "under-unlearned →", "right")):
-        axes.annotate(
-            text, (x, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points", ha=side, fontsize=9.5,
-            color=TEXT,
-        )  # fmt: skip
-
-
-def roc(axes: Axes, plot: Plot) -> None:
-    """Draw true over false positive rates, over the diagonal of a random attack."""
-    axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, linestyle=":")
-    for series in plot.series:
-        series_style, wide = series.style, series.style is RETRAIN  # a wide pale line stays visible under the others
-        axes.plot(
-            [dot.x for dot in series.dots], [dot.y for dot in series.dots], color=series_style.colour,
-            linewidth=4 if wide else 1.6, alpha=0.5 if wide else 1, linestyle="-" if wide else series_style.dash,
-            zorder=2 if wide else 3, solid_joinstyle="miter",
-        )  # fmt: skip
-    write_titles(axes, plot)
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_aspect("equal")
     axes.grid(True)
 
 
@@ -359,12 +251,6 @@ def write_titles(axes: Axes, plot: Plot) -> None:
     axes.set_xlabel(plot.x_label, fontsize=9.5)
     axes.set_ylabel(plot.y_label, fontsize=9.5)
     axes.set_title(plot.title)
-
-
-def shortened(name: str, longest: int = 24) -> str:
-    """Cut a long name in its middle: names of one run differ at their ends."""
-    half = (longest - 1) // 2
-    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
 
 
 def error_bars(value: float, interval: Interval | None) -> list[list[float]] | None:

@@ -76,7 +76,7 @@ def print_scores(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> 
         table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits)) for column in columns))
     # A file or a pipe has no width to fit.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-    for line, names in group_remarks(rows).items():
+    for line, names in group_remarks((row.entry.name, row.remarks) for row in rows).items():
         print(f"{line} ({', '.join(names)})")
 
 
