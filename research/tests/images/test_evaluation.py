@@ -54,7 +54,9 @@ def test_image_evaluation_measures_settings_and_resumes(image_world, pictures, t
     for name in ("table.md", "results.json", "run.json", "grids/baseline.png", "grids/linear-2.png"):
         assert (output / name).stat().st_size > 0
     table = (output / "table.md").read_text()
-    assert table.startswith("40 images a setting from bundle; 3 of 10 classes are to be forgotten. Content is judged by")
+    assert table.startswith(
+        "40 images a setting from bundle; 3 of 10 classes are to be forgotten. Content is judged by"
+    )
     assert "FID(B_R, G_R)" in table
     # Few images: the distances are too high, and the table says so.
     assert "Compare Fréchet distances within one column only" in table

@@ -1,4 +1,4 @@
-"""Charts of pages, comparisons and figures: scatter, bands, bars, leaks, trade-off."""
+"""Charts of figures: scatter, bands, bars, leaks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.report.style import (
-    BY_NAME,
-    FAINT,
-    LINEAR,
-    MUTED,
-    OTHERS,
-    PAGE_WIDTH,
-    PAPER,
-    RETRAIN,
-    TARGET,
-    TEXT,
-    SeriesStyle,
-    style,
-    svg_text,
-)
+from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, RETRAIN, TARGET, TEXT, SeriesStyle
 from divdec_research.baselines.table import Kind as MethodKind
 
 if TYPE_CHECKING:
@@ -41,7 +27,6 @@ class Dot:
     x_interval: Interval | None = None
     y_interval: Interval | None = None
     label: str = ""
-    best: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +91,6 @@ def scatter(axes: Axes, plot: Plot) -> None:
             linestyle=series_style.dash if series.segments else "none",
             zorder=3 if series_style in (TARGET, RETRAIN) else 4,
         )  # fmt: skip
-        for dot in series.dots:
-            if dot.best:
-                axes.plot(
-                    dot.x, dot.y, "o", markersize=20, markerfacecolor="none", markeredgecolor=TEXT,
-                    markeredgewidth=1.3, zorder=5,
-                )  # fmt: skip
     write_titles(axes, plot)
     axes.margins(0.1)
     axes.locator_params(nbins=6)
@@ -192,39 +171,6 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
         )  # fmt: skip
 
 
-def trade_off(settings: Mapping[str, Sequence[Dot]], x_label: str, y_label: str) -> str:
-    """Draw what is kept over what is remembered as an `<svg>` element; up and to the left is better.
-
-    The axes are zoomed to the points. Each setting, such as 'linear:1.5', is labelled with its α or k where there is
-    room; `settings` are by name of the rule, 'target' or 'retrain'.
-    """
-    from matplotlib.figure import Figure
-
-    signs = {"linear": " (numbers: α)", "rank": " (numbers: k)"}
-    series = tuple(
-        Series(
-            f"{name}{signs.get(name, '')}",
-            BY_NAME.get(name, OTHERS),
-            tuple(dataclasses.replace(dot, label=_strength(dot.label)) for dot in dots),
-            joined=name not in ("target", "retrain"),
-        )
-        for name, dots in settings.items()
-    )
-    with style():
-        figure = Figure(figsize=(PAGE_WIDTH, 4.4), layout="constrained")
-        axes = figure.subplots()
-        scatter(axes, Plot(x_label, y_label, series))
-        recommended = next((dot.label for dots in settings.values() for dot in dots if dot.best), None)
-        if recommended is not None:
-            axes.plot(
-                [], [], "o", markersize=15, markerfacecolor="none", markeredgecolor=TEXT,
-                label=f"recommended ({recommended})",
-            )  # fmt: skip
-        figure.legend(loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7)
-        write_labels(axes, series)
-        return svg_text(figure)
-
-
 def draw_line(
     axes: Axes, xs: Sequence[float], ys: Sequence[float], series_style: SeriesStyle, edge: float = 0.6, **options: Any
 ) -> None:
@@ -297,7 +243,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
 
     for data_series in series:
         for dot in data_series.dots:
-            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else data_series.style.size / 2 + 1) * unit)
+            cover((dot.x, dot.y), (dot.x, dot.y), (data_series.style.size / 2 + 1) * unit)
             if dot.x_interval:
                 cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
             if dot.y_interval:
@@ -308,7 +254,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
     near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
     far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
     labelled = [(data_series, dot) for data_series in series for dot in data_series.dots if dot.label]
-    for data_series, dot in sorted(labelled, key=lambda entry: not entry[1].best):
+    for data_series, dot in labelled:
         text: Text = axes.annotate(
             dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
             color=data_series.style.colour, ha="center", in_layout=False, zorder=6,
@@ -326,8 +272,3 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
                 break
         else:
             text.remove()
-
-
-def _strength(label: str) -> str:
-    rule, _, value = label.partition(":")
-    return value.partition(":")[0] if value else "" if rule in BY_NAME else rule
