@@ -87,10 +87,8 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
         divdec compare --data demo --methods all --grid small --seeds 3 --search-seeds 1 \
           --jobs 2 --output runs/compare
     """
-    from rich.console import Console
-
     from divdec_research.compare.run import compare_methods
-    from divdec_research.compare.table import JSON, PAGE, show
+    from divdec_research.compare.table import JSON, TABLE, summary
 
     quiet()
     result = compare_methods(settings, report=report)
@@ -98,8 +96,8 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
     if printing.json:
         print((output / JSON).read_text(encoding="utf-8"))
         return
-    show(result, settings, Console())
-    print(f"{result.seconds:.0f} s. Report: {output / PAGE}")
+    print(summary(result, settings))
+    print(f"{result.seconds:.0f} s. The whole grid: {output / TABLE}\nFigures: divdec results report {output}")
 
 
 bench = App(name="bench", help="Measure the compute and latency of steering on this machine.")
