@@ -134,24 +134,18 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
     _print_bench(bench_latency(settings, report), latency_table, settings.output, printing)
 
 
-def _print_bench(result: dict[str, Any], tabulate: Callable[..., Any], output: str, printing: Printing) -> None:
-    from rich.console import Console
-
-    from divdec_research.report.tables import terminal_table
-
+def _print_bench(result: dict[str, Any], tabulate: Callable[[list[Any]], str], output: str, printing: Printing) -> None:
     if printing.json:
         print(json.dumps(result))
         return
-    console = Console()
     if result["rows"]:
-        console.print(terminal_table(tabulate(result["rows"], narrow=True)))
+        print(tabulate(result["rows"]))
     for name, numbers in result.get("summary", {}).items():
         if isinstance(numbers, dict):
-            console.print(
+            print(
                 f"{name.replace('_', ' ')}: off by {numbers['median_size']:.1%} in the median, at most "
-                f"{numbers['largest_size']:.1%}",
-                highlight=False,
+                f"{numbers['largest_size']:.1%}"
             )
     if not result["complete"]:
-        console.print("some combinations are not measured; the same command resumes")
+        print("some combinations are not measured; the same command resumes")
     print(f"results: {Path(output).expanduser()}")

@@ -1,40 +1,19 @@
-"""Tables of results: scores for a terminal and as JSON, and plain tables in Markdown and for a terminal."""
+"""Tables of results: scores for a terminal and as JSON, and plain tables in Markdown."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from divdec_research.report.scores import MEASURES, NO_ITEMS, ScoredResult, group_remarks
 from divdec_research.suites.settings import Scoring
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = False) -> str:
     """Format a table as Markdown, with all columns but the first aligned right if asked."""
     rule = ["---", *["---:" if align_right else "---"] * (len(header) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
-
-
-def terminal_table(rows: Sequence[Mapping[str, str]], left: int = 1) -> Table:
-    """Format cells by their heads for a terminal; the first `left` columns are aligned left."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for index, head in enumerate(rows[0]):
-        table.add_column(head, justify="left" if index < left else "right", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
-
-
-def variant_of(suite: str, scoring: Scoring) -> dict[str, str]:
-    """Return the variant of TOFU's aggregates by its name in JSON."""
-    return {"variant": scoring.variant} if suite == "tofu" else {}
 
 
 def score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
@@ -49,7 +28,7 @@ def score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
     return {
         "name": row.entry.name,
         "folder": str(row.entry.folder),
-        **variant_of(results.suite, scoring),
+        **({"variant": scoring.variant} if results.suite == "tofu" else {}),
         **scores.values,
         "ci": intervals if any(intervals.values()) else None,
         "level": scoring.level,
