@@ -182,6 +182,9 @@ def test_comparison(tmp_path):
     page, suites, left_out = report(tmp_path, tmp_path / "run")
     assert list(suites["tofu"]) == ["Linear DD  α = 1", "NPO  lr 1e-5"]
     assert "Share of questions that leak" in page
+    # Its intervals were not computed here.
+    assert "TOFU, variant openunlearning</p>" in page
+    assert "means over seeds, with their intervals, from run/comparison.json (all)" in page
     assert any(line.startswith("answers: TOFU's results have no items") for line in left_out)
 
 

@@ -104,7 +104,9 @@ def _score_sections(suite: str, results: Mapping[str, MethodResult], request: Fi
     """The table of `divdec results score`, and one of all other figures, with the remarks on both."""
     columns = [name for name in MEASURES if any(result.values.get(name) is not None for result in results.values())]
     scores = [name for name in columns if name in SCORES[suite]]
-    title = score_title(suite, request.scoring, any(result.intervals for result in results.values()))
+    computed = [result for result in results.values() if result.source.path.name != COMPARISON]
+    title = score_title(suite, request.scoring, any(result.intervals for result in computed))
+    title = title if computed else title.partition("\n")[0]  # a comparison's intervals are its own
     yield Markup("<h2>Scores</h2><p style='white-space: pre-line'>{}</p>").format(title)
     for names in filter(None, (scores, [name for name in columns if name not in scores])):
         heads = [f"{MEASURES[name].short} {MEASURES[name].arrow}" for name in names]
@@ -156,7 +158,9 @@ def _by_question(items: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, An
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], layout: str = "white-space: nowrap") -> Markup:
     cell, line, join = Markup("<td style='{}'>{}</td>").format, Markup("<tr>{}</tr>\n").format, Markup("").join
     head, body = join(map(Markup("<th>{}</th>").format, heads)), (join(map(cell, repeat(layout), row)) for row in rows)
-    table = Markup('<div class="scroll"><table><thead>{}</thead><tbody>{}</tbody></table></div>')
+    table = Markup(
+        '<div class="scroll" style="margin-bottom: 1rem"><table><thead>{}</thead><tbody>{}</tbody></table></div>'
+    )
     return table.format(line(head), join(map(line, body)))
 
 

@@ -185,6 +185,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
             MethodResult(
                 method, setting.replace("_", " "), rule=rule, strength=strength,
                 values=row["values"], intervals=intervals, source=source, suite=suite,
+                remarks=(f"means over seeds, with their intervals, from {source.name}",),
                 seeds=len(row.get("seeds", ())),
             )
         )  # fmt: skip
