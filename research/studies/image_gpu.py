@@ -114,18 +114,17 @@ def main():
         given.images, given.epochs, given.count = 40, 4.0, 4
 
     import torch
-    from rich.console import Console
 
     from divdec.cli.loading import quiet
     from divdec.runs import write_json
     from divdec.steering import Steering
-    from divdec_research.images.demo import accuracy, print_tables, train_images
+    from divdec_research.images.demo import accuracy, train_images
     from divdec_research.images.report import evaluate_candidates, write_results
     from divdec_research.images.results import tabulate
     from divdec_research.images.settings import SamplingSettings
 
     quiet()
-    started, console = time.perf_counter(), Console()
+    started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     output = Path(given.output) / f"seed-{given.seed}"
@@ -144,8 +143,7 @@ def main():
         f"Letters, digits and shapes of {SIDE}×{SIDE} pixels; {material.forgotten} are forgotten. {name}. The "
         f"classifier is right on {held_out.accuracy:.1%} of {held_out.images} images that it has not seen."
     )
-    tables = write_results(benchmark, candidates, results, output, title="Images at 32×32", lead=lead)
-    print_tables(tables, console)
+    print(write_results(benchmark, candidates, results, output, lead))
     models.write_bundle(material, output / "bundle", Steering(alpha=1.0))
     content = {
         "device": name,

@@ -170,7 +170,10 @@ def test_means_and_intervals_are_over_examples(steered, tokenizer):
     rows = [row.to_dict() for row in result]
     top = peaks(rows)["forget", "attention"]
     assert result[top].mean == max(row.mean for row in result[:layers])
-    assert depth_table(rows).row_count == layers
+    head, _, *lines = depth_table(rows).splitlines()
+    assert head == "| layer | forget, attention | forget, MLP | retain, attention | retain, MLP |"
+    assert len(lines) == layers
+    assert lines[top].split(" | ")[1].startswith("**")
 
 
 @pytest.mark.parametrize(

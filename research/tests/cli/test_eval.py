@@ -127,8 +127,8 @@ def test_sequential_checkpoints_give_curve(shared, tmp_path, capsys):
     assert result[0].figures == result[2].figures != result[1].figures
     assert main("results", "report", out, "--output", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
-    assert "Over successive requests" in page
-    assert "Retain knowmem over step" in page
+    assert "Requests one after the other" in page
+    assert "Retain knowmem ↑" in page
     assert main("eval", "muse", models / "full", *muse, "--sequence", "scal", "--output", tmp_path / "o2") == 2
     assert "two models or more" in capsys.readouterr().err
 

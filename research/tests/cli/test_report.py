@@ -31,22 +31,24 @@ def test_json(arguments, tmp_path, capsys):
     assert main([*arguments, "--json", "--variant", "relative"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["report"] == str(tmp_path / "deep" / "report.html")
-    assert (printed["suite"], printed["variant"], printed["level"]) == ("tofu", "relative", 0.99)
-    rows = printed["rows"]
-    assert [row["name"] for row in rows] == ["target", "retrain", "dd1_01", "rank20_01"]
-    assert [row["role"] for row in rows] == ["target", "retrain", None, None]
-    low, high = rows[3]["ci"]["mem"]
-    assert low < rows[3]["mem"] < high
+    assert (printed["variant"], printed["level"]) == ("relative", 0.99)
+    assert any(line.startswith("muse-scatter: ") for line in printed["left_out"])
+    rows = {row["name"]: row for row in printed["rows"]}
+    assert set(rows) == {"dd1_01", "rank20_01", "Target", "Retrain"}
+    assert {row["suite"] for row in rows.values()} == {"tofu"}
+    steered = rows["rank20_01"]
+    low, high = steered["ci"]["mem"]
+    assert low < steered["mem"] < high
     page = (tmp_path / "deep" / "report.html").read_text()
-    assert "variant “relative”" in page
-    assert f"{rows[3]['mem']:.2f} <span" in page
+    assert "variant relative" in page
+    assert f"{steered['mem']:.2f} <small>" in page
 
 
 def test_text_output_and_overwrite(figures, tmp_path, capsys):
     page_path = tmp_path / "report.html"
     assert main(figures) == 0
     printed = capsys.readouterr().out
-    assert "not on the page: Curves" in printed
+    assert "not on the page: tofu-bars" in printed
     assert f"report: {page_path}" in printed
     first = page_path.read_text()
     assert "figures only, no items" in first
@@ -76,18 +78,23 @@ class TestBadInput:
         assert error.count("\n") == 1
 
     def test_results(self, oracle, tmp_path, capsys):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "notes.txt").write_text("mine")
         self.refused(capsys, says="required")
-        self.refused(capsys, tmp_path / "none", says="is not a folder")
-        self.refused(capsys, tmp_path, says="holds no results")
-        self.refused(capsys, oracle / "dd1_01", oracle / "muse_knowmem", says="one suite")
-        self.refused(capsys, oracle / "dd1_01", "--target", oracle, says="give one of them")
+        self.refused(capsys, tmp_path / "none", says="does not exist")
+        self.refused(capsys, tmp_path / "empty", says="is an empty folder")
+        self.refused(capsys, tmp_path / "other", says="holds no results")
+        self.refused(capsys, oracle / "dd1_01", "--target", oracle, says="both results of the target")
 
-    def test_settings(self, oracle, capsys):
+    def test_settings(self, oracle, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
         run = oracle / "dd1_01"
         self.refused(capsys, run, "--variant", "mine", says="variant")
         self.refused(capsys, run, "--level", "99", says="level is 99")
         self.refused(capsys, run, "--draws", "0", says="draws is 0")
         self.refused(capsys, run, "--examples", "-1", says="examples is -1")
+        assert list(tmp_path.iterdir()) == []
 
     def test_output(self, oracle, tmp_path, capsys):
         run, other = oracle / "dd1_01", tmp_path / "thesis.html"

@@ -235,8 +235,7 @@ class TestOutput:
         target = json.loads((folder / "target" / "TOFU_SUMMARY.json").read_text())
         assert result["utility"] == pytest.approx(figures["model_utility"] / target["model_utility"])
         assert "without fluency" in result["notes"][0]
-        for form in ((), ("--latex",)):
-            assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-paper", *form, **references)
+        assert "without fluency" in score(capsys, "tofu", tmp_path, "--variant", "dd-paper", **references)
 
     @pytest.mark.parametrize("variant", ["openunlearning", "dd-paper", "relative"])
     def test_every_output_format_names_variant(self, oracle, references, capsys, variant):
@@ -245,9 +244,6 @@ class TestOutput:
         text = score(capsys, "tofu", *arguments, **references)
         assert f"variant {variant}" in text
         assert re.search(r"rank20_01 +\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", text)
-        latex = score(capsys, "tofu", *arguments, "--latex", **references)
-        assert rf"\caption{{TOFU, variant {variant}." in latex
-        assert r"rank20\_01 & " in latex
 
     def test_similar_result_names_are_disambiguated(self, oracle, references, tmp_path, capsys):
         (tmp_path / "rank20_01").symlink_to(oracle / "rank20_01")
@@ -323,7 +319,6 @@ class TestBadInput:
         self.refused(capsys, "tofu", *references, "--draws", "0", says="draws is 0")
         self.refused(capsys, "tofu", *references, "--draws", "1000000", says="draws is 1000000")
         self.refused(capsys, "tofu", *references, "--seed", "-1", says="seed is -1")
-        self.refused(capsys, "tofu", *references, "--json", "--latex", says="not both")
 
 
 def test_score_command_does_not_import_torch(oracle):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -50,9 +51,20 @@ def test_image_evaluation_measures_settings_and_resumes(image_world, pictures, t
         assert {**same, "method": "", "config": ""} == {**baseline, "method": "", "config": ""}
     assert moved["content"]["forget"]["value"] < baseline["content"]["forget"]["value"]
     assert (baseline["content"]["retain"]["images"], baseline["content"]["forget"]["images"]) == (28, 12)
-    for name in ("report.html", "table.md", "results.json", "run.json", "grids/baseline.png", "grids/linear-2.png"):
+    for name in ("table.md", "results.json", "run.json", "grids/baseline.png", "grids/linear-2.png"):
         assert (output / name).stat().st_size > 0
-    assert "FID(B_R, G_R)" in (output / "table.md").read_text()
+    table = (output / "table.md").read_text()
+    assert table.startswith(
+        "40 images a setting from bundle; 3 of 10 classes are to be forgotten. Content is judged by"
+    )
+    assert "FID(B_R, G_R)" in table
+    # Few images: the distances are too high, and the table says so.
+    assert "Compare Fréchet distances within one column only" in table
+    for warning in baseline["distances"]["classifier"]["warnings"]:
+        assert f"classifier: {warning}\n" in table
+    assert "digit 9, digit 1 (forget), digit 4 (forget), digit 7 (forget).\n" in table
+    real, drawn = (Image.open(output / "grids" / f"{name}.png") for name in ("real", "baseline"))
+    assert real.size == drawn.size  # the classes of one row are the same
     assert main(command(image_world, pictures, output, *rules)) == 2
     assert "--overwrite" in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import time
 from pathlib import Path
 
@@ -45,13 +44,13 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "write_page", stop)
+        patched.setattr(run, "_print_tables", stop)
         assert main(["world", "--json", "--output", str(tmp_path / "out")]) == 130
     capsys.readouterr()
     assert main(["world", "--json", "--output", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
     result = json.loads(output.out)
-    assert {"target", "retrain", "linear", "rank", "recommended", "seconds", "report", "bundle"} <= set(result)
+    assert {"target", "retrain", "linear", "rank", "recommended", "seconds", "examples", "bundle"} <= set(result)
     for name in ("target", "retrain", "linear", "rank", "recommended"):
         for kind in ("forget", "retain", "holdout", "forget_reworded", "retain_reworded"):
             for figure in ("accuracy", "probability", "rouge"):
@@ -68,7 +67,9 @@ def test_a_stopped_demo_is_given_again_and_writes_what_it_promises(quick, tmp_pa
     model = DivergenceForCausalLM.from_pretrained(result["bundle"])
     assert str(model.steering) == result["recommended"]["setting"]
     assert model.config.single_turn
-    assert_one_file((tmp_path / "out" / "report.html").read_text(), result)
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    # Answers of target, steered and retrained model to the same question.
+    assert {len(example["answers"]) for example in result["examples"]} == {3}
     assert_it_can_be_tried_on(tmp_path / "out")
 
 
@@ -84,15 +85,6 @@ def assert_it_can_be_tried_on(folder):
     assert len(read_tofu(folder / "tofu", "forget01", None, None).sets["forget"]) > 0
     for name in ("target", "base", "retrained"):
         assert load_config(folder / name).model_type == "llama"
-
-
-def assert_one_file(page, result):
-    """The report needs no network, shows every setting, and holds the plot."""
-    assert page.count("<svg") == 1
-    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page)
-    assert "<script" not in page
-    for row in result["sweep"]:
-        assert row["setting"] in page
 
 
 def test_demo_models_rehearse_real_author_and_world_fact_questions(tmp_path):

@@ -252,8 +252,9 @@ def _introduction(sets: Mapping[str, Sequence[Fact]]) -> str:
 
 def say_where(result: dict[str, Any], output: Path, console: Console) -> None:
     """Print where a demo's results are, and what to type next."""
+    report = f" Report: {result['report']}" if "report" in result else ""
     console.print(
-        f"{result['seconds']:.0f} s. Report: {result['report']}\n"
+        f"{result['seconds']:.0f} s.{report}\n"
         f"Data and models for everything else: {output}\n"
         f"Talk to it: {_command()} chat {result['bundle']}",
         highlight=False, soft_wrap=True,

@@ -25,7 +25,6 @@ GROUND = {
     "ink": ("#24292f", "#e6edf3"),
     "paper": ("#ffffff", "#0d1117"),
     "grid": ("#d8dee4", "#30363d"),
-    "stripe": ("#f3f5f7", "#161b22"),
     "muted": ("#57606a", "#9198a1"),
     "faint": ("#8c959f", "#6e7681"),
 }
@@ -48,7 +47,7 @@ PAGE = {
     "chosen": ("#ddf4ff", "#12293f"),
     "alarm": ("#ffebe9", "#4a1a1d"),
 }
-TEXT, PAPER, GRID, STRIPE, MUTED, FAINT = (light for light, _ in GROUND.values())
+TEXT, PAPER, GRID, MUTED, FAINT = (light for light, _ in GROUND.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,39 +56,29 @@ class SeriesStyle:
 
     colour: str
     marker: str
-    sign: str
-    """The marker as a character, for a legend in HTML."""
     size: int = 6
     """Size of the marker in points."""
     dash: Any = "-"
     """Line style in matplotlib's notation."""
 
-    @property
-    def dasharray(self) -> str:
-        """The dash in SVG's notation, for a line of width 2."""
-        return "none" if self.dash == "-" else " ".join(str(2 * length) for length in self.dash[1])
 
-
-TARGET = SeriesStyle(SERIES["target"][0], "X", "✖", 11, (0, (5, 2)))
-RETRAIN = SeriesStyle(SERIES["retrain"][0], "*", "★", 19, (0, (6, 2, 1, 2)))
+TARGET = SeriesStyle(SERIES["target"][0], "X", 11, (0, (5, 2)))
+RETRAIN = SeriesStyle(SERIES["retrain"][0], "*", 19, (0, (6, 2, 1, 2)))
 SERIES_STYLES = tuple(
-    SeriesStyle(SERIES[name][0], marker, sign, dash=dash)
-    for name, marker, sign, dash in zip(
+    SeriesStyle(SERIES[name][0], marker, dash=dash)
+    for name, marker, dash in zip(
         ("blue", "vermillion", "purple", "brown", "sky", "grey"),
         "osD^vP",
-        "●■◆▲▼✚",
         ("-", (0, (4, 1)), (0, (1, 1)), (0, (7, 1, 1, 1)), (0, (3, 1, 1, 1)), (0, (8, 2))),
         strict=True,
     )
 )
 LINEAR, RANK = SERIES_STYLES[:2]
-OTHERS = SeriesStyle(MUTED, "h", "⬢")
+OTHERS = SeriesStyle(MUTED, "h")
 """Methods other than Divergence Decoding, in plots with more methods than styles."""
 BY_NAME = {"linear": LINEAR, "rank": RANK, "target": TARGET, "retrain": RETRAIN}
 
 FORMATS = (".svg", ".png")
-PAGE_WIDTH = 5.6
-"""Width in inches of a plot on a page; its text is readable on a phone."""
 DPI = 200
 """Resolution of PNG files."""
 STYLE: dict[Any, Any] = {

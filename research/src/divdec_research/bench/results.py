@@ -15,7 +15,6 @@ from divdec.runs import write_text
 from divdec_research.report.tables import markdown_table
 
 BenchRow = Mapping[str, Any]
-Cells = list[dict[str, str]]
 PASSES = {"prefill": "prompt (prefill)", "decode": "one token (decode)"}
 DECODING = {
     "plain": "steered, one after the other",
@@ -99,46 +98,38 @@ def latency_figure(rows: Sequence[BenchRow]) -> Figure:
     return figure
 
 
-def compute_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
-    """Tabulate ratios and their deviations from 1 + 2n/N; `narrow` leaves out what 80 columns cannot hold."""
+def compute_table(rows: Sequence[BenchRow]) -> str:
+    """Tabulate ratios and their deviations from 1 + 2n/N in Markdown."""
     table = []
     for row in rows:
-        cells = _combination(row, narrow)
-        if not narrow:
-            cells |= {"N": format_quantity(row["N"]), "n": format_quantity(row["n"])}
-        cells["1 + 2n/N"] = f"{row['theory']:.3f}"
-        if not narrow:
-            cells["without embeddings"] = f"{row['theory_without_embeddings']:.3f}"
+        cells = _combination(row) | {"N": format_quantity(row["N"]), "n": format_quantity(row["n"])}
+        cells |= {"1 + 2n/N": f"{row['theory']:.3f}", "without embeddings": f"{row['theory_without_embeddings']:.3f}"}
         for name in PASSES:
-            ratio, deviation = f"{row['ratio'][name]:.3f}", f"{row['deviation'][name]:+.1%}"
-            cells |= {name: f"{ratio} {deviation}"} if narrow else {name: ratio, f"{name}, deviation": deviation}
+            cells |= {name: f"{row['ratio'][name]:.3f}", f"{name}, deviation": f"{row['deviation'][name]:+.1%}"}
         table.append(cells)
-    return table
+    return _markdown(table)
 
 
-def latency_table(rows: Sequence[BenchRow], *, narrow: bool = False) -> Cells:
-    """Tabulate milliseconds per token, and t_Q/t_P; `narrow` keeps the ratios."""
+def latency_table(rows: Sequence[BenchRow]) -> str:
+    """Tabulate milliseconds per token, and t_Q/t_P, in Markdown."""
     kinds = [kind for kind in DECODING if any(kind in row["ratio"] for row in rows)]
     table = []
     for row in rows:
-        cells = _combination(row, narrow)
-        seconds = row["seconds_per_token"]
-        if not narrow:
-            cells["acceptance"] = f"{row['acceptance']:.2f}"
-        for kind in ("target",) if narrow else ("target", *kinds):
+        cells, seconds = _combination(row) | {"acceptance": f"{row['acceptance']:.2f}"}, row["seconds_per_token"]
+        for kind in ("target", *kinds):
             cells[f"{kind}, ms"] = f"{1e3 * seconds[kind]:.1f}" if kind in seconds else ""
         for kind in kinds:
-            cells[kind if narrow else f"t_Q/t_P, {kind}"] = f"{row['ratio'][kind]:.3f}" if kind in row["ratio"] else ""
+            cells[f"t_Q/t_P, {kind}"] = f"{row['ratio'][kind]:.3f}" if kind in row["ratio"] else ""
         table.append(cells)
-    return table
+    return _markdown(table)
 
 
-def _combination(row: BenchRow, narrow: bool) -> dict[str, str]:
-    target, auxiliary, vocabulary = row["target"], row["auxiliary"], str(row["vocabulary"])
-    if not narrow:
-        return {"target": target, "auxiliaries": auxiliary, "vocabulary": vocabulary}
-    family = target.partition("-")[0]  # chinchilla-306M + 44M
-    return {"target + auxiliaries": f"{target} + {auxiliary.removeprefix(f'{family}-')}", "vocabulary": vocabulary}
+def _combination(row: BenchRow) -> dict[str, str]:
+    return {"target": row["target"], "auxiliaries": row["auxiliary"], "vocabulary": str(row["vocabulary"])}
+
+
+def _markdown(table: Sequence[Mapping[str, str]]) -> str:
+    return markdown_table(list(table[0]), [list(cells.values()) for cells in table])
 
 
 def write_compute(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
@@ -156,13 +147,13 @@ def write_latency(folder: Path, rows: Sequence[BenchRow], device: str) -> None:
 def _write(
     folder: Path,
     name: str,
-    table: Cells,
+    table: str,
     draw: Callable[[Sequence[BenchRow]], Figure],
     rows: Sequence[BenchRow],
     title: str,
     description: str,
 ) -> None:
-    write_text(folder / "table.md", markdown_table(list(table[0]), [list(cells.values()) for cells in table]))
+    write_text(folder / "table.md", table)
     with style(f"divdec-bench-{name}"):
         figure = draw(rows)
         write_figure(folder / f"{name}.svg", figure, title=title, description=description, sources=["results.jsonl"])

@@ -87,10 +87,8 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
         divdec compare --data demo --methods all --grid small --seeds 3 --search-seeds 1 \
           --jobs 2 --output runs/compare
     """
-    from rich.console import Console
-
     from divdec_research.compare.run import compare_methods
-    from divdec_research.compare.table import JSON, PAGE, show
+    from divdec_research.compare.table import JSON, TABLE, summary
 
     quiet()
     result = compare_methods(settings, report=report)
@@ -98,8 +96,8 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
     if printing.json:
         print((output / JSON).read_text(encoding="utf-8"))
         return
-    show(result, settings, Console())
-    print(f"{result.seconds:.0f} s. Report: {output / PAGE}")
+    print(summary(result, settings))
+    print(f"{result.seconds:.0f} s. The whole grid: {output / TABLE}\nFigures: divdec results report {output}")
 
 
 bench = App(name="bench", help="Measure the compute and latency of steering on this machine.")
@@ -136,24 +134,18 @@ def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printi
     _print_bench(bench_latency(settings, report), latency_table, settings.output, printing)
 
 
-def _print_bench(result: dict[str, Any], tabulate: Callable[..., Any], output: str, printing: Printing) -> None:
-    from rich.console import Console
-
-    from divdec_research.report.tables import terminal_table
-
+def _print_bench(result: dict[str, Any], tabulate: Callable[[list[Any]], str], output: str, printing: Printing) -> None:
     if printing.json:
         print(json.dumps(result))
         return
-    console = Console()
     if result["rows"]:
-        console.print(terminal_table(tabulate(result["rows"], narrow=True)))
+        print(tabulate(result["rows"]))
     for name, numbers in result.get("summary", {}).items():
         if isinstance(numbers, dict):
-            console.print(
+            print(
                 f"{name.replace('_', ' ')}: off by {numbers['median_size']:.1%} in the median, at most "
-                f"{numbers['largest_size']:.1%}",
-                highlight=False,
+                f"{numbers['largest_size']:.1%}"
             )
     if not result["complete"]:
-        console.print("some combinations are not measured; the same command resumes")
+        print("some combinations are not measured; the same command resumes")
     print(f"results: {Path(output).expanduser()}")

@@ -22,19 +22,14 @@ def gradient_depth(
         divdec gradient-depth bundle --forget forget.jsonl --retain retain.jsonl \
           --output runs/depth
     """
-    from rich.console import Console
-
     from divdec_research.report.gradient_depth import depth_table, run_gradient_depth
 
     content = run_gradient_depth(settings, lambda: load(settings.bundle, settings, settings), report)
     if printing.json:
         print(json.dumps(content))
         return
-    console = Console(width=max(Console().width, 80))
-    console.print(depth_table(content["rows"]))
-    console.print(
-        f"L2 norm of the gradient, mean over examples with its {content['level']:.0%} interval; "
-        f"the largest of each column is bold\nresult: {settings.output}",
-        highlight=False,
-        soft_wrap=True,
+    print(depth_table(content["rows"]))
+    print(
+        f"L2 norm of the gradient, mean over examples with its {content['level']:.0%} interval; the largest of each "
+        f"column is bold\nresult: {settings.output}"
     )

@@ -99,7 +99,7 @@ def evaluate(settings: Annotated[ImageEvalSettings, Parameter(name="*")], *, pri
 
     quiet()
     content = evaluate_images(settings, device_map(settings.device), report)
-    _print(content, f"{content.pop('markdown')}\nreport: {content['report']}", printing)
+    _print(content, f"{content.pop('markdown')}\nresults: {settings.output}", printing)
 
 
 @app.command(sort_key=5)

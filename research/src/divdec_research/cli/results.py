@@ -14,9 +14,6 @@ from divdec.options import Overwriting, Printing
 from divdec.runs import check_output_file
 from divdec_research.suites.settings import Scoring
 
-# Stands in the head of every report, so that --overwrite replaces no other file.
-GENERATOR = '<meta name="generator" content="divdec report">'
-
 app = App(name="results", help="Aggregate, tabulate and plot results of `divdec eval` or OpenUnlearning.")
 
 
@@ -27,7 +24,6 @@ def score(
     *,
     target: str,
     retrain: str,
-    latex: bool = False,
     scoring: Scoring = Scoring(),
     printing: Printing = Printing(),
 ) -> None:
@@ -44,17 +40,14 @@ def score(
             results.
         target: Result folder of the target. The bootstrap does not resample it.
         retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
-        latex: Print a LaTeX table (booktabs).
         scoring: how aggregates are computed.
         printing: format of the table.
     """
     from divdec_research.report.scores import Entry, Scorer
-    from divdec_research.report.tables import print_latex, print_scores, score_json
+    from divdec_research.report.tables import print_scores, score_json
     from divdec_research.suites.aggregate import UTILITY
     from divdec_research.suites.results import read_results
 
-    if printing.json and latex:
-        raise UsageError("give --json or --latex, not both")
     folders = (target, retrain, *results)
     names = [Path(folder).expanduser().absolute().name for folder in folders]
     if len(set(names[2:])) < len(results):
@@ -74,7 +67,7 @@ def score(
     if printing.json:
         print(json.dumps([score_json(row, scoring) for row in rows], indent=2, ensure_ascii=False))
     else:
-        (print_latex if latex else print_scores)(rows, suite, scoring)
+        print_scores(rows, suite, scoring)
 
 
 @app.command(sort_key=2)
@@ -84,12 +77,12 @@ def report(
     target: str | None = None,
     retrain: str | None = None,
     output: str = "report.html",
-    examples: int = 8,
+    examples: int = 4,
     scoring: Scoring = Scoring(),
     overwriting: Overwriting = Overwriting(),
     printing: Printing = Printing(),
 ) -> None:
-    r"""Write one HTML page: scores with intervals, plots, and answers side by side.
+    r"""Write one HTML page: scores with intervals, the figures of `divdec results plot`, and answers side by side.
 
     For example:
 
@@ -97,19 +90,19 @@ def report(
           --retrain runs/retrain --output report.html
 
     Args:
-        results: Result folders of `divdec eval` or OpenUnlearning, or folders that contain them. A *_SUMMARY.json is
-            enough; intervals, ROC curves and answers need per-item results.
-        target: Result folder of the target. The bootstrap does not resample it.
-        retrain: Result folder of the model retrained without the forget set. The bootstrap does not resample it.
+        results: Result folders of `divdec eval`, `divdec compare` or OpenUnlearning, or folders that contain them. A
+            *_SUMMARY.json is enough; intervals and answers need per-item results.
+        target: Result folder of the target; by default the folder named 'target'.
+        retrain: Result folder of the model retrained without the forget set; by default the folder named 'retrain'.
         output: HTML file to write.
-        examples: Number of questions shown with their answers.
+        examples: Number of questions of each set that are shown with their answers.
         scoring: how aggregates are computed.
         overwriting: whether an earlier page is replaced.
         printing: format of the summary.
     """
-    from divdec_research.report.page import build_report, write_report
-    from divdec_research.report.scores import MEASURES, collect
-    from divdec_research.report.tables import variant_of
+    from divdec_research.figures.page import GENERATOR, write_report
+    from divdec_research.figures.registry import FigureRequest
+    from divdec_research.report.scores import MEASURES
 
     if examples < 0:
         raise UsageError(f"--examples is {examples}; accepted: 0 or more")
@@ -117,22 +110,21 @@ def report(
     check_output_file(
         file, overwriting.overwrite, lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace")
     )
-    content = build_report(collect(results, target, retrain), scoring.variant, scoring.bootstrap(), examples)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_report(file, content)
+    suites, left_out = write_report(file, FigureRequest(results, target, retrain, scoring), examples)
     if printing.json:
         rows = [
             {
-                "name": row.entry.name, "folder": str(row.entry.folder), "role": row.entry.role,
-                **{name: row.values.get(name) for name in MEASURES},
-                "ci": row.intervals, "reason": row.aggregates.reasons, "notes": row.notes,
+                "suite": suite, "name": name, "file": result.source.name, "method": result.method,
+                **{measure: result.values.get(measure) for measure in MEASURES},
+                "ci": result.intervals, "reason": result.reasons, "notes": result.remarks,
             }
-            for row in content.rows
+            for suite, by_name in suites.items()
+            for name, result in by_name.items()
         ]  # fmt: skip
-        about = {"report": str(file), "suite": content.suite, **variant_of(content.suite, scoring)}
-        print(json.dumps({**about, "level": scoring.level, "rows": rows}, indent=2, ensure_ascii=False))
+        about = {"report": str(file), "variant": scoring.variant, "level": scoring.level, "left_out": left_out}
+        print(json.dumps({**about, "rows": rows}, indent=2, ensure_ascii=False))
         return
-    for line in content.left_out:
+    for line in left_out:
         print(f"not on the page: {line}")
     print(f"report: {file}")
 

@@ -18,7 +18,7 @@ def world(*, seed: int = 0, output: str | None = None, printing: Printing = Prin
 
     Args:
         seed: Seed of the world, of the initial weights and of the order of training.
-        output: Folder for report, bundle, data and models; in the user's cache folder by default.
+        output: Folder for bundle, data and models; in the user's cache folder by default.
         printing: format of the result.
     """
     from divdec_research.world.demo import run_demo

@@ -1,4 +1,4 @@
-"""Results of a comparison: aggregates with intervals, the best setting of each method, tables and the page."""
+"""Results of a comparison: aggregates with intervals, the best setting of each method, and tables."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
-from rich.console import Console
 
 from divdec.evaluation.results import Results
-from divdec.report.page import write_page
-from divdec.report.style import PAGE_WIDTH, RETRAIN, SERIES_STYLES, TARGET, style, svg_text
 from divdec.runs import write_json, write_text
-from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES, Kind, kind_of
+from divdec_research.baselines.table import REFERENCES, TITLES, Kind, kind_of
 from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import ComparisonSuite
-from divdec_research.report.charts import Bar, LeakCurve, bars, leak_curves
 from divdec_research.report.scores import MEASURES, Measure, best_index
-from divdec_research.report.tables import markdown_table, terminal_table
+from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
 COSTS = ("Training", "Memory", "Time a token")
 VALIDATION, TEST = 0, 1  # halves of the questions: those with even numbers choose a setting, the others report it
-TABLE, JSON, PAGE = "table.md", "comparison.json", "report.html"
+TABLE, JSON = "table.md", "comparison.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +80,10 @@ class TrialSummary:
         return self.failed is not None and all(value is None for value in self.values.values())
 
     def text(self, name: str) -> str:
-        """Format a value with its interval."""
-        return f"{MEASURES[name].text(self.values.get(name))} {self.interval_text(name)}".strip()
-
-    def interval_text(self, name: str) -> str:
-        """Format the interval of a value; empty if there is none."""
-        return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]" if name in self.intervals else ""
+        """Format a value with its interval, if there is one."""
+        text = MEASURES[name].text
+        ends = f" [{', '.join(map(text, self.intervals[name]))}]" if name in self.intervals else ""
+        return f"{text(self.values.get(name))}{ends}"
 
     def costs(self, time_ratio: float | None) -> tuple[str, str, str]:
         """Format training time, memory and time per token relative to the target's."""
@@ -208,7 +201,7 @@ def without_best(trials: Sequence[TrialSummary]) -> set[str]:
 
 
 def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
-    """Write `comparison.json`, `table.md` and `report.html`."""
+    """Write `comparison.json` and `table.md`."""
     output = Path(settings.output).expanduser()
     write_text(output / TABLE, markdown(results, settings))
     content = {
@@ -222,51 +215,10 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
         **results.suite.about,
     }
     write_json(output / JSON, content)
-    best = _marked_best(results)
-    write_page(
-        output / PAGE,
-        "methods.html",
-        package="divdec_research.report",
-        title=f"Unlearning methods on {settings.data}",
-        lead=_lead(results, settings),
-        best=best,
-        grid=results.trials,
-        times=results.times,
-        held_out=results.held_out,
-        best_by=results.best_by,
-        tried=results.tried,
-        shown=results.suite.shown,
-        goal=results.goal,
-        measures=MEASURES,
-        notes=_notes(results),
-        bars_svg=_bars(best),
-        leaks_svg=_leak_curves(results) if results.leaks else "",
-    )
 
 
-def show(results: BenchmarkResults, settings: CompareSettings, console: Console) -> None:
-    """Print the best settings' first four scores, without intervals and most costs (80 columns), and the notes."""
-    console.print(_lead(results, settings), highlight=False)
-    shown = results.suite.shown[:4]
-    heads = ["Method", "Setting", "Tried", *(MEASURES[name].short for name in shown), "Held out", "Time"]
-    heads = [head.replace(" ", "\n") for head in heads]  # so that settings have room
-    rows = []
-    for trial in _marked_best(results):
-        values = (
-            ["failed", *[""] * (len(shown) - 1)]
-            if trial.has_failed
-            else [MEASURES[name].text(trial.values.get(name)) for name in shown]
-        )
-        *_, time_ratio = trial.costs(results.times.get(trial.method))
-        tried, (_, held_out) = str(results.tried(trial.method)), _held_out(results, trial.method, interval=False)
-        rows.append(dict(zip(heads, (trial.title, trial.setting, tried, *values, held_out, time_ratio), strict=True)))
-    console.print(terminal_table(rows, left=2))
-    for note in _notes(results):
-        console.print(note, highlight=False)
-
-
-def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
-    """Format the best settings, their leaks, the whole grid and the notes in Markdown."""
+def summary(results: BenchmarkResults, settings: CompareSettings) -> str:
+    """Format the best settings, their leaks and the notes in Markdown: the head of `table.md`."""
     text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results, costs=True)}"
     if results.best_by:
         shorts = [MEASURES[name].short for name in results.best_by]
@@ -280,8 +232,12 @@ def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
         ks = list(next(iter(results.leaks.values())))
         rows = [[TITLES[method], *(f"{shares[k]:.3f}" for k in ks)] for method, shares in results.leaks.items()]
         text += f"\nLeak@k, the best settings:\n\n{markdown_table(['Method', *(f'k = {k}' for k in ks)], rows)}"
-    text += f"\nThe whole grid:\n\n{_table(results.trials, results)}"
     return text + "".join(f"\n{note}\n" for note in _notes(results))
+
+
+def markdown(results: BenchmarkResults, settings: CompareSettings) -> str:
+    """Format the summary and the whole grid in Markdown."""
+    return f"{summary(results, settings)}\nThe whole grid:\n\n{_table(results.trials, results)}"
 
 
 def _cells_by(trial: TrialSummary, name: str) -> tuple[str, str]:
@@ -307,11 +263,11 @@ def _table(trials: Sequence[TrialSummary], results: BenchmarkResults, *, costs: 
     return markdown_table(heads, rows)
 
 
-def _held_out(results: BenchmarkResults, method: str, *, interval: bool = True) -> tuple[str, str]:
+def _held_out(results: BenchmarkResults, method: str) -> tuple[str, str]:
     """The setting chosen on one half of the questions, and its score on the other half."""
     if (trial := results.held_out.get(method)) is None:
         return "–", "–"
-    return trial.setting, trial.text(trial.goal) if interval else results.goal.text(trial.values.get(trial.goal))
+    return trial.setting, trial.text(trial.goal)
 
 
 def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
@@ -321,33 +277,6 @@ def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
         dataclasses.replace(trial, setting=f"{trial.setting} (no setting is best)".strip()) if method in ties else trial
         for method, trial in results.best.items()
     ]
-
-
-def _bars(trials: Sequence[TrialSummary]) -> str:
-    """The score of each method's best setting with its interval, the best at the top."""
-    goal = trials[0].goal
-    entries = [
-        Bar(f"{trial.title}  {trial.setting}".strip(), value, trial.kind, trial.intervals.get(goal))
-        for trial in sorted(trials, key=lambda trial: trial.rank(goal))
-        if (value := trial.values.get(goal)) is not None
-    ]
-    with style("methods-bars"):
-        figure = Figure(figsize=(PAGE_WIDTH, 0.8 + 0.3 * len(entries)), layout="constrained")
-        bars(figure.subplots(), entries, MEASURES[goal].axis)
-        return svg_text(figure)
-
-
-def _leak_curves(results: BenchmarkResults) -> str:
-    """Leak@k of references and Divergence Decoding in colour, of other methods in grey."""
-    fixed, free = {"target": TARGET, "retrain": RETRAIN}, iter(SERIES_STYLES)
-    curves = []
-    for method, shares in results.leaks.items():
-        series_style = fixed.get(method) or (next(free, None) if method in DIVDEC else None)
-        curves.append(LeakCurve(TITLES[method], series_style, shares))
-    with style("methods-leaks"):
-        figure = Figure(figsize=(PAGE_WIDTH, 3.9), layout="constrained")
-        leak_curves(figure.subplots(), curves)
-        return svg_text(figure)
 
 
 def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:

@@ -33,6 +33,8 @@ class MethodResult(Identity):
     """Name in the paper's tables."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a value is missing."""
+    remarks: Sequence[str] = ()
+    """Why aggregates or intervals are missing, and remarks on values."""
     seeds: int = 1
     """Number of seeds of which the values are means."""
 
@@ -158,7 +160,7 @@ def _score(
         scored_results.append(
             MethodResult(
                 **vars(identity), values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
-                title=title, reasons=scored.aggregates.reasons,
+                title=title, reasons=scored.aggregates.reasons, remarks=scored.remarks,
             )
         )  # fmt: skip
     return scored_results
@@ -183,6 +185,7 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
             MethodResult(
                 method, setting.replace("_", " "), rule=rule, strength=strength,
                 values=row["values"], intervals=intervals, source=source, suite=suite,
+                remarks=(f"means over seeds, with their intervals, from {source.name}",),
                 seeds=len(row.get("seeds", ())),
             )
         )  # fmt: skip

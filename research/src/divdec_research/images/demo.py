@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from divdec.data.formatting import Example, encode_set
@@ -27,7 +24,7 @@ from divdec_research.images.features import EFFICIENTNET, load_network
 from divdec_research.images.judges import Classifier
 from divdec_research.images.models import ImageLayout, new_image_model, restrict_to_codes, write_image_files
 from divdec_research.images.report import Candidate, evaluate_candidates, list_candidates, write_results
-from divdec_research.images.results import ImageTable, Mean, SettingResult, cell_text, tabulate
+from divdec_research.images.results import Mean, SettingResult, tabulate
 from divdec_research.images.settings import SamplingSettings
 from divdec_research.images.training import PAPER_SHARE, encode, training_records
 from divdec_research.world.models import Shape, StageCache
@@ -181,7 +178,7 @@ def digits(seed: int) -> ImageMaterial:
 
 
 def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Train the models, sample and evaluate, print tables, and write report, grids and bundle.
+    """Train the models, sample and evaluate, print tables, and write them, grids and bundle.
 
     Args:
         seed: seed of the digits to forget, training and sampling.
@@ -212,14 +209,13 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         candidates = models.candidates(material.layout, RULES)
         results = evaluate_candidates(benchmark, candidates, folder)
         held_out = benchmark.classifier.held_out
-        tables = write_results(
-            benchmark, candidates, results, folder,
-            title=f"divdec image demo, seed {seed}",
-            lead=f"A model that draws handwritten digits is steered away from {material.forgotten}. "
-            f"A classifier judges what is drawn; it is right on {held_out.accuracy:.1%} of "
-            f"{held_out.images} real digits that it has not seen.",
-        )  # fmt: skip
-        print_tables(tables, console)
+        lead = (
+            f"A model that draws handwritten digits is steered away from {material.forgotten}. A classifier judges "
+            f"what is drawn; it is right on {held_out.accuracy:.1%} of {held_out.images} real digits that it has not "
+            "seen."
+        )
+        text = write_results(benchmark, candidates, results, folder, lead)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
         best = recommend(results)
         console.print(_summary(best, results[0]), highlight=False)
         rules = {rule_name(rule): rule for rule in RULES}
@@ -233,7 +229,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         write_json(folder / RECORD, content)
         models.write_bundle(material, folder / "bundle", recommended)
     console.print(
-        f"{content['seconds']:.0f} s. Look at {output / 'report.html'}\n"
+        f"{content['seconds']:.0f} s. Look at {output / 'grids'}\n"
         f"Draw more: divdec image sample {output / 'bundle'} --output digits",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -252,7 +248,7 @@ def _summary(best: SettingResult | None, baseline: SettingResult) -> str:
 
 def is_demo(folder: Path) -> bool:
     """Whether a folder holds an earlier result of the demo."""
-    return is_bundle(folder / "bundle") and (folder / "report.html").is_file()
+    return is_bundle(folder / "bundle") and (folder / "table.md").is_file()
 
 
 def recommend(results: Sequence[SettingResult]) -> SettingResult | None:
@@ -271,14 +267,3 @@ def reaches_aims(result: SettingResult, baseline: SettingResult) -> bool:
 def accuracy(result: SettingResult, name: str) -> float:
     """Share of a set's images that show their class."""
     return Mean.of(result.accuracy[name]).value
-
-
-def print_tables(tables: dict[str, ImageTable], console: Console) -> None:
-    """Print tables to the terminal."""
-    for caption, table in tables.items():
-        printed = Table(title=caption, box=box.SIMPLE_HEAD, title_justify="left", title_style="none")
-        for head in ("", "", *table.heads):
-            printed.add_column(head, justify="right" if head else "left")
-        for result, cells in table.rows:
-            printed.add_row(result.method, result.config, *map(cell_text, cells))
-        console.print(printed)

@@ -82,20 +82,19 @@ def data_url(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def grid(rows: Sequence[Row], scale: int = 1, gap: int = 1) -> Float[Tensor, "channels grid_height grid_width"]:
-    """Arrange rows of images as one image.
+def grid(rows: Sequence[Row], scale: int = 1) -> Float[Tensor, "channels grid_height grid_width"]:
+    """Arrange rows of images as one image, with white lines of one pixel between them.
 
     Args:
         rows: images of one size, by row.
         scale: side of the square that shows one pixel.
-        gap: white pixels between images, before scaling.
     """
     channels, height, width = rows[0].shape[1:]
     across = max(len(row) for row in rows)
-    result = torch.ones(channels, len(rows) * (height + gap) - gap, across * (width + gap) - gap)
+    result = torch.ones(channels, len(rows) * (height + 1) - 1, across * (width + 1) - 1)
     for y, row in enumerate(rows):
         for x, image in enumerate(row):
-            top, left = y * (height + gap), x * (width + gap)
+            top, left = y * (height + 1), x * (width + 1)
             result[:, top : top + height, left : left + width] = image
     return result if scale == 1 else result.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
 

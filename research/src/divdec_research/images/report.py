@@ -6,29 +6,25 @@ An interrupted run resumes with the settings whose images are not sampled yet.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from divdec.checkpoint import CheckpointReference, check_apart, check_plain
 from divdec.errors import UsageError
 from divdec.model.loading import answer_digests, find_bundle, read_config
-from divdec.report.page import write_page
-from divdec.report.style import GRID, PAGE_WIDTH, SERIES_STYLES, style, svg_text
 from divdec.runs import ResumableOutput, RunFolder, folder_digests, path_digests, write_bytes, write_json, write_text
 from divdec.steering import Steering
 from divdec_research.images.codecs import FOLDER, Codes, Images
 from divdec_research.images.evaluation import ImageBenchmark, rule_name
 from divdec_research.images.features import load_network
-from divdec_research.images.files import data_url, grid, png, read_folder
+from divdec_research.images.files import png, read_folder
 from divdec_research.images.judges import Classifier, ImageEndpoint, ImageJudge
 from divdec_research.images.models import (
     ImageLayout,
@@ -38,7 +34,7 @@ from divdec_research.images.models import (
     local_folders,
     restrict_to_codes,
 )
-from divdec_research.images.results import GROUPS, ImageTable, Mean, SettingResult, cell_text, tabulate
+from divdec_research.images.results import GROUPS, SettingResult, tabulate
 from divdec_research.images.sampling import decode, enlarged_grid
 from divdec_research.images.settings import ImageEvalSettings
 from divdec_research.images.training import digest, select_classes
@@ -62,11 +58,7 @@ CAPTIONS = {
 DISTANCES = "Fréchet distances between real (B) and drawn (G) images of retain (R) and forget (F) classes; features of "
 ANSWERS = "answers.jsonl"
 """Replies of judges at endpoints."""
-STALE = ("codes", "grids", ANSWERS, "table.md", "results.json", "report.html")
-REFERENCES = ("Baseline", "Retrain")
-"""Settings that are not steered."""
-SET_STYLES = {"retain": SERIES_STYLES[0], "forget": SERIES_STYLES[1]}
-SMALL, LARGE = 48, 128  # smallest and largest displayed size of a sample in pixels
+STALE = ("codes", "grids", ANSWERS, "table.md", "results.json")
 NETWORK_NOTE = (
     "Compare Fréchet distances within one column only: every network's features have another scale, and none are "
     "Inception's."
@@ -136,155 +128,44 @@ def _sample(benchmark: ImageBenchmark, candidate: Candidate, output: Path, title
 
 
 def write_results(
-    benchmark: ImageBenchmark,
-    candidates: Sequence[Candidate],
-    results: list[SettingResult],
-    output: Path,
-    *,
-    title: str,
-    lead: str,
-) -> dict[str, ImageTable]:
-    """Write `table.md`, `results.json`, `report.html` and a grid of each candidate's images.
+    benchmark: ImageBenchmark, candidates: Sequence[Candidate], results: list[SettingResult], output: Path, lead: str
+) -> str:
+    """Write `table.md`, `results.json`, and grids of the real and of each candidate's images, a row for each class.
 
     Returns:
-        The tables, by caption.
+        The content of `table.md`: the lead, tables and notes.
     """
     tables = {caption: tabulate(results, groups) for groups, caption in CAPTIONS.items()}
     tables = {caption: table for caption, table in tables.items() if table.columns}
     tables |= {DISTANCES + network: table for network, table in tabulate(results, ["distances"]).by_group.items()}
-
-    def samples(title: str, images: Images, labels: Sequence[int]) -> Samples:
-        return Samples.of(title, images, labels, benchmark.layout.classes, benchmark.forget)
-
-    shown = [samples("Real", benchmark.real, benchmark.real_labels)]
     (output / "grids").mkdir(exist_ok=True)
+    classes = list(dict.fromkeys(benchmark.labels))
+    rows = [[row for row, label in enumerate(benchmark.real_labels) if label == index] for index in classes]
+    real = [benchmark.real[of_class[: benchmark.count]] for of_class in rows]
+    write_bytes(output / "grids" / "real.png", png(enlarged_grid(real)))
     for candidate in candidates:
         images = decode(_sample(benchmark, candidate, output), benchmark.codec)
-        write_bytes(output / "grids" / f"{candidate.file}.png", png(enlarged_grid(images, benchmark.count)))
-        shown.append(samples(f"{candidate.method} {candidate.config}".strip(), images, benchmark.labels))
-    write_text(output / "table.md", markdown(tables))
-    write_json(output / "results.json", tabulate(results, GROUPS).json())
-    write_images(output / "report.html", title=title, lead=lead, tables=tables, samples=shown)
-    return tables
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleRow:
-    """Samples of one class."""
-
-    name: str
-    forget: bool
-    """Whether the class is to be forgotten."""
-    images: Images
-
-    @property
-    def url(self) -> str:
-        """Data URL of the samples side by side."""
-        return data_url(png(grid([self.images], gap=max(1, self.images.shape[3] // 32))))
-
-    @property
-    def width(self) -> int:
-        """Displayed width in pixels."""
-        return len(self.images) * min(max(self.images.shape[3], SMALL), LARGE)
-
-    @property
-    def tiny(self) -> bool:
-        """Whether pixels are displayed as squares."""
-        return self.images.shape[3] < SMALL
-
-
-@dataclasses.dataclass(frozen=True)
-class Samples:
-    """Samples of one setting or of the real images: a row for each class, the forget classes first."""
-
-    title: str
-    rows: tuple[SampleRow, ...]
-
-    @classmethod
-    def of(
-        cls,
-        title: str,
-        images: Images,
-        asked: Sequence[int],
-        classes: Sequence[str],
-        forget: Collection[int],
-        each: int = 8,
-    ) -> Samples:
-        """Take the first images of each class that has any."""
-        order = sorted(set(asked), key=lambda index: (index not in forget, index))
-        chosen = {index: [row for row, of in enumerate(asked) if of == index][:each] for index in order}
-        return cls(title, tuple(SampleRow(classes[index], index in forget, images[chosen[index]]) for index in order))
-
-
-def write_images(
-    path: Path, *, title: str, lead: str, tables: Mapping[str, ImageTable], samples: Sequence[Samples]
-) -> None:
-    """Write the page of an image experiment atomically."""
-    settings = {setting.name: setting for table in tables.values() for setting in table.settings}
+        write_bytes(output / "grids" / f"{candidate.file}.png", png(enlarged_grid(images.split(benchmark.count))))
     # All settings have the same number of images, so that their warnings are the same.
     warnings = dict.fromkeys(
         f"{network}: {warning}"
-        for setting in settings.values()
+        for setting in results
         for network, distances in setting.distances.items()
         for warning in distances.warnings
     )
-
-    def groups(table: ImageTable) -> list[tuple[str, int]]:
-        return [
-            (name, len(list(columns)))
-            for name, columns in itertools.groupby(table.columns, lambda column: column.group)
-        ]
-
-    write_page(
-        path, "images.html", package="divdec_research.report", title=title, lead=lead, tables=tables,
-        samples=samples, references=REFERENCES,
-        notes=[NETWORK_NOTE, *warnings], cell_text=cell_text, groups=groups, styles=SET_STYLES,
-        shown_svg=content_plot(list(settings.values())),
-    )  # fmt: skip
-
-
-def content_plot(settings: Sequence[SettingResult]) -> str:
-    """Plot how often retain and forget classes are still shown, a row for each setting, with standard errors.
-
-    Returns:
-        An `<svg>` element.
-    """
-    with style("images-shown"):
-        figure = Figure(figsize=(PAGE_WIDTH, 1.1 + 0.3 * len(settings)), layout="constrained")
-        axes = figure.subplots()
-        for index, setting in enumerate(settings):
-            means = [Mean.of(setting.content[name]) for name in SET_STYLES]
-            values = [100 * mean.value for mean in means]
-            axes.plot((min(values), max(values)), (index, index), color=GRID, linewidth=2, zorder=1)
-            for mean, series_style in zip(means, SET_STYLES.values(), strict=True):
-                axes.errorbar(
-                    100 * mean.value,
-                    index,
-                    xerr=100 * (mean.error or 0),
-                    fmt=series_style.marker,
-                    color=series_style.colour,
-                    markersize=6,
-                    elinewidth=1.4,
-                    zorder=3,
-                )
-        axes.set_yticks(range(len(settings)), [setting.name for setting in settings])
-        axes.set_ylim(len(settings) - 0.5, -0.5)
-        axes.set_xlim(-2, 102)
-        axes.set_xlabel("probability of the class asked for, %")
-        axes.tick_params(axis="y", length=0)
-        axes.grid(True, axis="x")
-        return svg_text(figure)
-
-
-def markdown(tables: dict[str, ImageTable]) -> str:
-    """Format all tables, with captions."""
-    return "\n".join(f"{caption}\n\n{table.markdown()}" for caption, table in tables.items())
+    names = [f"{benchmark.layout.classes[i]}{' (forget)' if i in benchmark.forget else ''}" for i in classes]
+    notes = [NETWORK_NOTE, *warnings, f"Rows of the pictures in `grids`: {', '.join(names)}."]
+    sections = [lead, *(f"{caption}\n\n{table.markdown()}".rstrip() for caption, table in tables.items()), *notes]
+    text = "\n\n".join(sections) + "\n"
+    write_text(output / "table.md", text)
+    write_json(output / "results.json", tabulate(results, GROUPS).json())
+    return text
 
 
 def evaluate_images(
     settings: ImageEvalSettings, device: str = "cpu", report: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Evaluate a bundle, and write tables, report and images.
+    """Evaluate a bundle, and write tables and images.
 
     Returns:
         The content of `run.json`.
@@ -353,18 +234,13 @@ def evaluate_images(
         results = evaluate_candidates(benchmark, candidates, output)
         report(f"{len(results)} settings, {len(benchmark.labels)} images each")
         judge = settings.content_judge or f"a classifier ({accuracy} right on held-out images)"
-        tables = write_results(
-            benchmark, candidates, results, output,
-            title="Steered images",
-            lead=f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} "
-            f"classes are to be forgotten. Content is judged by {judge}.",
-        )  # fmt: skip
-        content = run.finish(
-            held_out=dataclasses.asdict(classifier.held_out),
-            results=tabulate(results).json(),
-            report=str(output / "report.html"),
+        lead = (
+            f"{len(benchmark.labels)} images a setting from {bundle.name}; {len(forget)} of {len(classes)} classes are "
+            f"to be forgotten. Content is judged by {judge}."
         )
-        return content | {"markdown": markdown(tables)}
+        text = write_results(benchmark, candidates, results, output, lead)
+        content = run.finish(held_out=dataclasses.asdict(classifier.held_out), results=tabulate(results).json())
+        return content | {"markdown": text}
 
 
 def _judges(settings: ImageEvalSettings, output: Path) -> dict[str, Any]:

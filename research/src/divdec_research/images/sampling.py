@@ -150,7 +150,7 @@ def sample_to_folder(
                 write_bytes(class_folder / f"{number:06}.png", png(image))
             if len(shown) < MAX_GRID_ROWS:
                 shown.append(images[:MAX_GRID_COLUMNS])
-        write_bytes(folder / GRID, png(enlarged_grid(torch.cat(shown), len(shown[0]))))
+        write_bytes(folder / GRID, png(enlarged_grid(shown)))
         write_json(folder / RECORD, content)
     return content
 
@@ -169,6 +169,6 @@ def decode(codes: Codes, codec: Codec, batch_size: int = 25) -> Images:
     return torch.cat([codec.decode(batch) for batch in codes.split(batch_size)]).cpu()
 
 
-def enlarged_grid(images: Images, columns: int) -> Float[Tensor, "channels grid_height grid_width"]:
-    """Arrange images as one, with tiny images enlarged."""
-    return grid(images.split(columns), scale=max(1, MIN_GRID_SIDE // images.shape[-1]))
+def enlarged_grid(rows: Sequence[Images]) -> Float[Tensor, "channels grid_height grid_width"]:
+    """Arrange rows of images as one, with tiny images enlarged."""
+    return grid(rows, scale=max(1, MIN_GRID_SIDE // rows[0].shape[-1]))

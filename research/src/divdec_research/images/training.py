@@ -95,7 +95,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
                 # From the trained q, which reduces noise in the divergence of small models.
                 init_forget_from="base" if settings.base is None else "retain",
                 steering=settings.steering,
-                lr=PAPER_SHARE * settings.base_lr,
+                learning_rate=PAPER_SHARE * settings.base_lr,
                 adapters=False,
                 max_length=layout.length + 1,
                 overwrite=settings.overwrite,

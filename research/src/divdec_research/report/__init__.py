@@ -1,1 +1,1 @@
-"""Page and charts of evaluation results."""
+"""Scores, charts and tables of evaluation results."""

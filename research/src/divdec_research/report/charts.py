@@ -1,40 +1,21 @@
-"""Charts of pages, comparisons and figures: scatter, curves, differences, ROC, bands, bars, leaks, trade-off."""
+"""Charts of figures: scatter, bands, bars, leaks."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from divdec.report.style import (
-    BY_NAME,
-    FAINT,
-    LINEAR,
-    MUTED,
-    OTHERS,
-    PAGE_WIDTH,
-    PAPER,
-    RETRAIN,
-    STRIPE,
-    TARGET,
-    TEXT,
-    SeriesStyle,
-    style,
-    svg_text,
-    themed,
-)
+from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, RETRAIN, TARGET, TEXT, SeriesStyle
 from divdec_research.baselines.table import Kind as MethodKind
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
 Interval = tuple[float, float]
-Kind = Literal["scatter", "curves", "dots", "roc"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +27,6 @@ class Dot:
     x_interval: Interval | None = None
     y_interval: Interval | None = None
     label: str = ""
-    best: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +47,12 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Content of a chart."""
+    """Content of a scatter."""
 
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    description: str = ""
-    """Text alternative."""
     title: str = ""
-    levels: tuple[tuple[SeriesStyle, float], ...] = ()
-    """Horizontal lines behind curves, such as the target's value."""
-    log: bool = False
-    """Use a logarithmic x axis with a tick at each value."""
-    integer: bool = False
-    """Put ticks at integers only."""
-    rows: tuple[str, ...] = ()
-    """Names of the rows of a 'dots' chart; a dot's y is the index of its row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,31 +76,6 @@ class LeakCurve:
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
 
 
-def inline(plot: Plot, kind: Kind) -> Markup:
-    """Draw a chart as an `<svg>` element of a page, with its text alternative."""
-    from markupsafe import Markup
-    from matplotlib.figure import Figure
-
-    sizes = {
-        "scatter": (5.2, 4.0),
-        "curves": (4.0, 2.9),
-        "dots": (5.2, 0.95 + 0.32 * len(plot.rows)),
-        "roc": (3.7, 3.8),
-    }
-    with style(f"divdec {plot.description}"):
-        figure = Figure(figsize=sizes[kind], layout="constrained")
-        axes = figure.subplots()
-        {"scatter": scatter, "curves": curves, "dots": dots, "roc": roc}[kind](axes, plot)
-        if kind == "scatter":
-            write_labels(axes, plot.series)
-        text = themed(svg_text(figure))
-    # The plots of a page would repeat the ids of groups; the metadata contains addresses.
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    label = Markup('<svg role="img" aria-label="{}" ').format(plot.description)
-    return Markup(text.replace("<svg ", label, 1))
-
-
 def scatter(axes: Axes, plot: Plot) -> None:
     """Draw points with error bars; `write_labels` adds labels after the layout is final."""
     for series in plot.series:
@@ -146,83 +91,9 @@ def scatter(axes: Axes, plot: Plot) -> None:
             linestyle=series_style.dash if series.segments else "none",
             zorder=3 if series_style in (TARGET, RETRAIN) else 4,
         )  # fmt: skip
-        for dot in series.dots:
-            if dot.best:
-                axes.plot(
-                    dot.x, dot.y, "o", markersize=20, markerfacecolor="none", markeredgecolor=TEXT,
-                    markeredgewidth=1.3, zorder=5,
-                )  # fmt: skip
     write_titles(axes, plot)
     axes.margins(0.1)
     axes.locator_params(nbins=6)
-    axes.grid(True)
-
-
-def curves(axes: Axes, plot: Plot) -> None:
-    """Draw lines along a sweep with bands around them, over the levels of the references."""
-    for series_style, value in plot.levels:
-        axes.axhline(value, color=series_style.colour, linestyle=series_style.dash, linewidth=1.6, zorder=2)
-    for series in plot.series:
-        series_style = series.style
-        bands = [(dot.x, *dot.y_interval) for dot in series.dots if dot.y_interval]
-        draw_band(axes, bands, series_style, alpha=0.18, zorder=1)
-        if len(bands) == 1:
-            axes.vlines(*bands[0], color=series_style.colour, alpha=0.6)
-        xs, ys = [dot.x for dot in series.dots], [dot.y for dot in series.dots]
-        draw_line(axes, xs, ys, series_style, edge=0.5, label=series.name, linewidth=1.6, zorder=3)
-    write_titles(axes, plot)
-    axes.margins(x=0.04, y=0.08)
-    axes.grid(True)
-    if plot.integer:
-        axes.locator_params(axis="x", integer=True)
-    if plot.log:
-        log_ticks(axes, sorted({dot.x for series in plot.series for dot in series.dots}))
-
-
-def dots(axes: Axes, plot: Plot) -> None:
-    """Draw differences from a reference at 0: a row for each name, a dot with its interval for each series."""
-    step = 0.62 / max(len(plot.series) - 1, 1)
-    for index, series in enumerate(plot.series):
-        series_style, shift = series.style, (index - (len(plot.series) - 1) / 2) * step
-        for dot in series.dots:
-            axes.errorbar(
-                dot.x, dot.y + shift, xerr=error_bars(dot.x, dot.x_interval), fmt=series_style.marker,
-                color=series_style.colour, markersize=5, elinewidth=1.2, markeredgecolor=PAPER, markeredgewidth=0.4,
-                zorder=3,
-            )  # fmt: skip
-    for row in range(0, len(plot.rows), 2):
-        axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
-    write_titles(axes, plot)
-    axes.axvline(0, color=RETRAIN.colour, linestyle=RETRAIN.dash, linewidth=1.6, zorder=2)
-    axes.set_yticks(range(len(plot.rows)), [shortened(name) for name in plot.rows])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(plot.rows) - 0.5, -0.5)
-    # Each side has room for its annotation, at least a quarter of the longer side.
-    low, high = axes.get_xlim()
-    reach = max(abs(low), abs(high))
-    axes.set_xlim(min(low, -0.25 * reach), max(high, 0.25 * reach))
-    axes.grid(True, axis="x")
-    for x, text, side in ((0.0, "← over-unlearned", "left"), (1.0, "under-unlearned →", "right")):
-        axes.annotate(
-            text, (x, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points", ha=side, fontsize=9.5,
-            color=TEXT,
-        )  # fmt: skip
-
-
-def roc(axes: Axes, plot: Plot) -> None:
-    """Draw true over false positive rates, over the diagonal of a random attack."""
-    axes.plot([0, 1], [0, 1], color=FAINT, linewidth=0.8, linestyle=":")
-    for series in plot.series:
-        series_style, wide = series.style, series.style is RETRAIN  # a wide pale line stays visible under the others
-        axes.plot(
-            [dot.x for dot in series.dots], [dot.y for dot in series.dots], color=series_style.colour,
-            linewidth=4 if wide else 1.6, alpha=0.5 if wide else 1, linestyle="-" if wide else series_style.dash,
-            zorder=2 if wide else 3, solid_joinstyle="miter",
-        )  # fmt: skip
-    write_titles(axes, plot)
-    axes.set_xlim(-0.02, 1.02)
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_aspect("equal")
     axes.grid(True)
 
 
@@ -300,39 +171,6 @@ def leak_curves(axes: Axes, curves: Sequence[LeakCurve], x_label: str = "k, atta
         )  # fmt: skip
 
 
-def trade_off(settings: Mapping[str, Sequence[Dot]], x_label: str, y_label: str) -> str:
-    """Draw what is kept over what is remembered as an `<svg>` element; up and to the left is better.
-
-    The axes are zoomed to the points. Each setting, such as 'linear:1.5', is labelled with its α or k where there is
-    room; `settings` are by name of the rule, 'target' or 'retrain'.
-    """
-    from matplotlib.figure import Figure
-
-    signs = {"linear": " (numbers: α)", "rank": " (numbers: k)"}
-    series = tuple(
-        Series(
-            f"{name}{signs.get(name, '')}",
-            BY_NAME.get(name, OTHERS),
-            tuple(dataclasses.replace(dot, label=_strength(dot.label)) for dot in dots),
-            joined=name not in ("target", "retrain"),
-        )
-        for name, dots in settings.items()
-    )
-    with style():
-        figure = Figure(figsize=(PAGE_WIDTH, 4.4), layout="constrained")
-        axes = figure.subplots()
-        scatter(axes, Plot(x_label, y_label, series))
-        recommended = next((dot.label for dots in settings.values() for dot in dots if dot.best), None)
-        if recommended is not None:
-            axes.plot(
-                [], [], "o", markersize=15, markerfacecolor="none", markeredgecolor=TEXT,
-                label=f"recommended ({recommended})",
-            )  # fmt: skip
-        figure.legend(loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7)
-        write_labels(axes, series)
-        return svg_text(figure)
-
-
 def draw_line(
     axes: Axes, xs: Sequence[float], ys: Sequence[float], series_style: SeriesStyle, edge: float = 0.6, **options: Any
 ) -> None:
@@ -359,12 +197,6 @@ def write_titles(axes: Axes, plot: Plot) -> None:
     axes.set_xlabel(plot.x_label, fontsize=9.5)
     axes.set_ylabel(plot.y_label, fontsize=9.5)
     axes.set_title(plot.title)
-
-
-def shortened(name: str, longest: int = 24) -> str:
-    """Cut a long name in its middle: names of one run differ at their ends."""
-    half = (longest - 1) // 2
-    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
 
 
 def error_bars(value: float, interval: Interval | None) -> list[list[float]] | None:
@@ -411,7 +243,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
 
     for data_series in series:
         for dot in data_series.dots:
-            cover((dot.x, dot.y), (dot.x, dot.y), (10 if dot.best else data_series.style.size / 2 + 1) * unit)
+            cover((dot.x, dot.y), (dot.x, dot.y), (data_series.style.size / 2 + 1) * unit)
             if dot.x_interval:
                 cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
             if dot.y_interval:
@@ -422,7 +254,7 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
     near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
     far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
     labelled = [(data_series, dot) for data_series in series for dot in data_series.dots if dot.label]
-    for data_series, dot in sorted(labelled, key=lambda entry: not entry[1].best):
+    for data_series, dot in labelled:
         text: Text = axes.annotate(
             dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
             color=data_series.style.colour, ha="center", in_layout=False, zorder=6,
@@ -440,8 +272,3 @@ def write_labels(axes: Axes, series: Sequence[Series]) -> None:
                 break
         else:
             text.remove()
-
-
-def _strength(label: str) -> str:
-    rule, _, value = label.partition(":")
-    return value.partition(":")[0] if value else "" if rule in BY_NAME else rule

@@ -12,12 +12,11 @@ from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json, write_text
 from divdec_research.report.charts import Dot, Series, band_panels
 from divdec_research.report.scores import best_index
-from divdec_research.report.tables import terminal_table
+from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
     from divdec.model.modeling import DivergenceForCausalLM
@@ -135,16 +134,17 @@ def peaks(rows: Sequence[Row]) -> dict[tuple[str, str], int]:
     return {key: groups[key][index]["layer"] for key, index in best.items() if index is not None}
 
 
-def depth_table(rows: Sequence[Row]) -> Table:
-    """Tabulate means with their intervals, one row for each layer; the largest of each column is bold."""
+def depth_table(rows: Sequence[Row]) -> str:
+    """Tabulate means with their intervals in Markdown, one row for each layer; the largest of each column is bold."""
     largest = peaks(rows)
     cells = {layer: {"layer": str(layer)} for layer in sorted({row["layer"] for row in rows})}
     for (name, component), group in _by_set_and_part(rows).items():
         for row in group:
-            text = f"{row['mean']:.3g} \\[{row['low']:.3g}, {row['high']:.3g}]"
-            text = f"[bold]{text}[/bold]" if largest.get((name, component)) == row["layer"] else text
+            text = f"{row['mean']:.3g} [{row['low']:.3g}, {row['high']:.3g}]"
+            text = f"**{text}**" if largest.get((name, component)) == row["layer"] else text
             cells[row["layer"]][f"{name}, {TITLES.get(component, component)}"] = text
-    return terminal_table(list(cells.values()), left=0)
+    table = list(cells.values())
+    return markdown_table(list(table[0]), [list(row.values()) for row in table])
 
 
 def _by_set_and_part(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

@@ -1,15 +1,13 @@
-"""Scores of results: names and directions of the metrics, aggregates, intervals, and the best result."""
+"""Scores of results: names and directions of the metrics, aggregates and intervals."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from divdec.errors import UsageError
 from divdec.evaluation.results import Results
 from divdec_research.suites.aggregate import (
     AGGREGATES,
@@ -30,10 +28,8 @@ from divdec_research.suites.aggregate import (
     muse_distances,
     tofu_figures,
 )
-from divdec_research.suites.results import Identity, find_results, identify, read_results
 
 Interval = tuple[float, float]
-Role = Literal["target", "retrain"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +96,6 @@ MEASURES: dict[str, Measure] = {
 }
 ATTACK_NAMES = {name: measure.short[4:] for name, measure in MEASURES.items() if name.startswith("mia_")}
 SCORES = {"tofu": AGGREGATES, "muse": DISTANCES}
-# The best result of a suite is chosen by each of these; of alternatives, by the first that the results have.
-GOALS = {"tofu": (("agg", "agg_without_privacy"),), "muse": tuple((name,) for name in DISTANCES)}
 # Figures with intervals.
 RESAMPLED = {
     "tofu": (
@@ -135,62 +129,11 @@ def best_index(values: Sequence[float | None], better: str, digits: int | None =
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A result with its name and role in a report."""
+    """A result with its name in a table."""
 
     name: str
     folder: Path
     results: Results
-    setting: Identity | None = None
-    """Rule and strength, if the result is a point of a sweep."""
-    role: Role | None = None
-
-
-def collect(runs: Sequence[str], target: str | None = None, retrain: str | None = None) -> list[Entry]:
-    """Read all results at or below folders, each once: the target first, then the retrained model, then the runs.
-
-    Raises:
-        UsageError: a folder holds no results, target or retrain hold several, or the results are not all of TOFU or
-            all of MUSE.
-    """
-    references: dict[Role, list[Path]] = {}
-    paths: tuple[tuple[Role, str | None], ...] = (("target", target), ("retrain", retrain))
-    for role, path in paths:
-        if path is not None:
-            references[role] = find_results(path)
-            if len(references[role]) > 1:
-                number, first = len(references[role]), references[role][0]
-                raise UsageError(f"{role} {path} holds {number} results, such as {first}; give one of them")
-    entries = [Entry(role, folder, read_results(folder), role=role) for role, (folder,) in references.items()]
-    reference_paths = {entry.folder.resolve() for entry in entries}
-    by_path: dict[Path, Path] = {}
-    for folder in (folder for run in runs for folder in find_results(run)):
-        by_path.setdefault(folder.resolve(), folder)
-    folders = [folder for path, folder in by_path.items() if path not in reference_paths]
-    if not folders:
-        raise UsageError("there is no result besides target and retrain; give a folder of results to report")
-    for folder, name in zip(folders, _unique_names(folders, references), strict=True):
-        results = read_results(folder)
-        identity = identify(results, folder)
-        entries.append(Entry(name, folder, results, identity if identity.strength is not None else None))
-    suite = entries[0].results.suite
-    for entry in entries:
-        holds = f"{entry.folder} holds results of {entry.results.suite}"
-        if entry.results.suite not in SCORES:
-            raise UsageError(f"{holds}; accepted: {' and '.join(SCORES)}")
-        if entry.results.suite != suite:
-            raise UsageError(f"{holds}, but {entries[0].folder} of {suite}; give results of one suite")
-    return entries
-
-
-def _unique_names(folders: Sequence[Path], reserved_names: Collection[str]) -> list[str]:
-    """The folder names. A name that is not unique is prefixed with its parent's name."""
-    paths = [folder.absolute() for folder in folders]
-    names = [path.name for path in paths]
-    base = os.path.commonpath([path.parent.parent for path in paths])
-    return [
-        name if names.count(name) == 1 and name not in reserved_names else os.path.relpath(path, base)
-        for name, path in zip(names, paths, strict=True)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,23 +169,13 @@ class ScoredResult:
         """Whether there is a value of this name."""
         return self.values.get(name) is not None
 
-    def text(self, name: str) -> str:
-        """Format a value without its interval."""
-        return MEASURES[name].text(self.values.get(name))
 
-    def interval_text(self, name: str) -> str:
-        """Format an interval; empty if there is none."""
-        if not self.has(name) or name not in self.intervals:
-            return ""
-        return f"[{', '.join(map(MEASURES[name].text, self.intervals[name]))}]"
-
-
-def group_remarks(rows: Sequence[ScoredResult]) -> dict[str, list[str]]:
-    """Return the remarks on results, each with the names of its results."""
+def group_remarks(results: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return the remarks on results by name, each with the names of its results."""
     names: dict[str, list[str]] = {}
-    for row in rows:
-        for line in row.remarks:
-            names.setdefault(line, []).append(row.entry.name)
+    for name, remarks in results:
+        for line in remarks:
+            names.setdefault(line, []).append(name)
     return names
 
 
@@ -299,43 +232,3 @@ class Scorer:
         if missing:
             return Scores(dict.fromkeys(DISTANCES), dict.fromkeys(DISTANCES, ", ".join(missing)))
         return muse_distances(figures, target, retrain)
-
-
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """The best result by one metric."""
-
-    row: ScoredResult
-    measure: str
-
-    @property
-    def text(self) -> str:
-        """Why it is the best, such as 'highest Agg'."""
-        how = "highest" if MEASURES[self.measure].better == "higher" else "lowest"
-        return f"{how} {MEASURES[self.measure].short}"
-
-
-def best_results(rows: Sequence[ScoredResult], suite: str) -> list[Best | str]:
-    """Find the best result for each goal of a suite, or the reason for having none (empty without values)."""
-    candidates = [row for row in rows if row.entry.role is None]
-    bests: list[Best | str] = []
-    for alternatives in GOALS[suite]:
-        name = first_measured(alternatives, candidates)
-        measure, values = MEASURES[name], [row.values.get(name) for row in candidates]
-        index = best_index(values, measure.better, measure.digits)
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        if index is not None:
-            bests.append(Best(candidates[index], name))
-        elif known:
-            top, extreme = (max(known), "highest") if measure.better == "higher" else (min(known), "lowest")
-            tie = ", of several" if known.count(top) > 1 else ""
-            bests.append(f"no result is best by {measure.short}: the {extreme} is {measure.text(top)}{tie}")
-        else:
-            bests.append("")
-    return bests
-
-
-def first_measured(names: Sequence[str], rows: Sequence[ScoredResult]) -> str:
-    """Return the first metric that at least half of the rows have, or else the most frequent one."""
-    counts = {name: sum(row.has(name) for row in rows) for name in names}
-    return next((name for name in names if 2 * counts[name] >= len(rows)), max(names, key=lambda name: counts[name]))

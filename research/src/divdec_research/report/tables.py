@@ -1,41 +1,19 @@
-"""Tables of results: scores for a terminal, as LaTeX and as JSON, and plain tables in Markdown and for a terminal."""
+"""Tables of results: scores for a terminal and as JSON, and plain tables in Markdown."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from divdec_research.report.scores import MEASURES, NO_ITEMS, ScoredResult, group_remarks
 from divdec_research.suites.settings import Scoring
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align_right: bool = False) -> str:
     """Format a table as Markdown, with all columns but the first aligned right if asked."""
     rule = ["---", *["---:" if align_right else "---"] * (len(header) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
-
-
-def terminal_table(rows: Sequence[Mapping[str, str]], left: int = 1) -> Table:
-    """Format cells by their heads for a terminal; the first `left` columns are aligned left."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for index, head in enumerate(rows[0]):
-        table.add_column(head, justify="left" if index < left else "right", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
-
-
-def variant_of(suite: str, scoring: Scoring) -> dict[str, str]:
-    """Return the variant of TOFU's aggregates by its name in JSON."""
-    return {"variant": scoring.variant} if suite == "tofu" else {}
 
 
 def score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
@@ -50,7 +28,7 @@ def score_json(row: ScoredResult, scoring: Scoring) -> dict[str, Any]:
     return {
         "name": row.entry.name,
         "folder": str(row.entry.folder),
-        **variant_of(results.suite, scoring),
+        **({"variant": scoring.variant} if results.suite == "tofu" else {}),
         **scores.values,
         "ci": intervals if any(intervals.values()) else None,
         "level": scoring.level,
@@ -66,7 +44,7 @@ def print_scores(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> 
     from rich.table import Table
     from rich.text import Text
 
-    title = Text(f"{_subject(suite, scoring)}\n{_method(rows, scoring)}")
+    title = Text(score_title(suite, scoring, any(row.intervals for row in rows)))
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("result", overflow="fold")
     columns = list(rows[0].aggregates.values)
@@ -74,56 +52,29 @@ def print_scores(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> 
         table.add_column(MEASURES[column].short, justify="right")
     digits = 3 if suite == "tofu" else 1
     for row in rows:
-        table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits, "–")) for column in columns))
+        table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits)) for column in columns))
     # A file or a pipe has no width to fit.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-    for line, names in group_remarks(rows).items():
+    for line, names in group_remarks((row.entry.name, row.remarks) for row in rows).items():
         print(f"{line} ({', '.join(names)})")
 
 
-def print_latex(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> None:
-    """Print a `table` environment for booktabs, after comments on how it was computed."""
-    columns = list(rows[0].aggregates.values)
-    arrows = {"higher": r"$\uparrow$", "lower": r"$\downarrow$"}
-    heads = [f"{_escape(MEASURES[column].short)} {arrows[MEASURES[column].better]}" for column in columns]
-    digits = 2 if suite == "tofu" else 1
-    body = [
-        " & ".join([_escape(row.entry.name), *(_cell(row, column, digits, "--") for column in columns)]) + r" \\"
-        for row in rows
-    ]
-    notes = [f"% {line} ({', '.join(names)})" for line, names in group_remarks(rows).items()]
-    caption = rf"  \caption{{{_escape(_subject(suite, scoring))}. {_escape(_method(rows, scoring))}.}}"
-    lines = [
-        *notes, r"\begin{table}", r"  \centering", caption, rf"  \begin{{tabular}}{{l{'r' * len(columns)}}}",
-        r"\toprule", rf"{' & '.join(['Result', *heads])} \\", r"\midrule", *body, r"\bottomrule", r"  \end{tabular}",
-        r"\end{table}",
-    ]  # fmt: skip
-    print("\n".join(lines))
-
-
-def _subject(suite: str, scoring: Scoring) -> str:
-    if suite == "tofu":
-        return f"TOFU, variant {scoring.variant}"
-    return "MUSE, distance to the retrained model, the target's = 100 %"
-
-
-def _method(rows: Sequence[ScoredResult], scoring: Scoring) -> str:
-    if not any(row.intervals for row in rows):
-        return "point values"
+def score_title(suite: str, scoring: Scoring, has_intervals: bool) -> str:
+    """Return what a table of scores shows, and on a second line how it was computed."""
+    subject = f"TOFU, variant {scoring.variant}"
+    if suite == "muse":
+        subject = "MUSE, distance to the retrained model, the target's = 100 %"
+    if not has_intervals:
+        return f"{subject}\npoint values"
     return (
-        f"{100 * scoring.level:g} % percentile bootstrap intervals ({scoring.draws} draws, seed {scoring.seed}), "
-        "target and retrain held fixed"
+        f"{subject}\n{100 * scoring.level:g} % percentile bootstrap intervals ({scoring.draws} draws, seed "
+        f"{scoring.seed}), target and retrain held fixed"
     )
 
 
-def _cell(row: ScoredResult, column: str, digits: int, nothing: str) -> str:
+def _cell(row: ScoredResult, column: str, digits: int) -> str:
     value, interval = row.values[column], row.intervals.get(column)
     if value is None:
-        return nothing
+        return "–"
     ends = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval else ""
     return f"{value:.{digits}f}{ends}"
-
-
-def _escape(text: str) -> str:
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return re.sub(r"[\\&%$#_{}~^]", lambda match: special.get(match[0], f"\\{match[0]}"), text)

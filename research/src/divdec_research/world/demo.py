@@ -1,4 +1,4 @@
-"""The demo: train on a fictitious world of authors, steer away from some of them, measure, and write a report."""
+"""The demo: train on a fictitious world of authors, steer away from some of them, and measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rich.table import Table
 from divdec.data.records import Message, Record, RecordSet, single_turn
 from divdec.demo.pretrained import console_for, is_demo, reporter, say_where
 from divdec.model.bundle import write_bundle
-from divdec.report.page import write_page
 from divdec.runs import (
     RECORD,
     ResultCache,
@@ -33,7 +32,6 @@ from divdec.runs import (
 )
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
-from divdec_research.report.charts import Dot, trade_off
 from divdec_research.world.facts import Question, World, WorldSettings, build_world, general_questions, write_tofu
 from divdec_research.world.models import (
     Material,
@@ -73,7 +71,7 @@ COPIES = {
 
 
 def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Train what the cache lacks, measure, print, and write report, bundle, data and models.
+    """Train what the cache lacks, measure, print, and write bundle, data and models.
 
     Args:
         seed: seed of the world, the initial weights and the data order.
@@ -112,7 +110,6 @@ def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
         single_turn=all(single_turn(questions.records) for questions in sets),
     )
     title, examples = f"divdec demo, seed {seed}", _examples(results, sets)
-    _write_report(output / "report.html", title, results, sets, examples)
     _print_tables(title, results, examples, console)
     result = {
         "target": results.target.to_dict(),
@@ -129,7 +126,7 @@ def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
         "sweep": [row.to_dict() for row in results.steered],
         "seconds": round(time.perf_counter() - started, 1),
         "training_seconds": models.seconds,
-        "report": str(output / "report.html"),
+        "examples": examples,
         "bundle": str(bundle),
     }
     write_json(output / "result.json", result)
@@ -201,37 +198,6 @@ def _measured(cache: Path, models: TrainedModels, sets: Sequence[Questions], mat
     return Measurements(target, retrain, steered)
 
 
-def _write_report(
-    path: Path, title: str, results: Measurements, sets: Sequence[Questions], examples: Sequence[dict[str, Any]]
-) -> None:
-    rows = [results.target, results.retrain, *results.steered]
-    recommended = results.recommended
-    settings: dict[str, list[Dot]] = {}
-    for row in rows:
-        x, y = row.figures["forget"].probability, row.figures["retain"].accuracy
-        best = results.reached and row is recommended
-        settings.setdefault(row.model, []).append(Dot(x, y, label=row.setting or row.model, best=best))
-    write_page(
-        path,
-        "experiment.html",
-        package="divdec_research.report",
-        title=title,
-        lead=(
-            f"A small language model has learned about {WORLD.forget_authors + WORLD.retain_authors} fictitious "
-            f"authors and is steered away from {WORLD.forget_authors} of them."
-        ),
-        accuracy_note=ACCURACY_NOTE,
-        set_names=[questions.name for questions in sets],
-        rows=rows,
-        recommended=recommended,
-        reached=results.reached,
-        gap=results.gap,
-        kept=results.kept,
-        examples=examples,
-        plot_svg=trade_off(settings, "probability of the true answers of the forget set", "accuracy on the retain set"),
-    )
-
-
 def _examples(results: Measurements, sets: Sequence[Questions]) -> list[dict[str, Any]]:
     """Answers of target, steered model and retrained model side by side; questions that the target knows come first."""
     shown = []
@@ -242,13 +208,8 @@ def _examples(results: Measurements, sets: Sequence[Questions]) -> list[dict[str
         for index in order[: EXAMPLES.get(questions.name, 0)]:
             rows = (results.target, results.recommended, results.retrain)
             texts = [row.generated[questions.name][index] for row in rows]
-            shown.append(
-                {
-                    "set": questions.name,
-                    "question": questions.records[index].messages[-1].content,
-                    "answers": [{"text": text, "told": facts[index] in text} for text in texts],
-                }
-            )
+            question = questions.records[index].messages[-1].content
+            shown.append({"set": questions.name, "question": question, "answers": texts})
     return shown
 
 
@@ -275,7 +236,7 @@ def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str
         side_by_side.add_column(head, overflow="fold", ratio=1)
     for item in examples:
         question = f"[{item['set']}] {item['question']}".replace("[", "\\[")
-        side_by_side.add_row(question, *(escape(answer["text"]) for answer in item["answers"]))
+        side_by_side.add_row(question, *map(escape, item["answers"]))
     console.print(side_by_side)
     console.print(results.verdict, highlight=False)
 

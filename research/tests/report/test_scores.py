@@ -1,0 +1,43 @@
+"""Values of metrics: their format, and which of them is the best."""
+
+import json
+
+import pytest
+
+from divdec_research.report.scores import MEASURES, Entry, Scorer, best_index
+from divdec_research.suites.aggregate import Bootstrap
+from divdec_research.suites.results import read_results
+
+
+@pytest.mark.parametrize(
+    ("values", "better", "best"),
+    [
+        ([0.2, 0.5, 0.3], "higher", 1),
+        ([0.2, 0.5, 0.3], "lower", 0),
+        ([0.5, 0.5, 0.3], "higher", None),  # a tie
+        ([0.0, 0.0], "higher", None),
+        ([0.0, 0.004], "higher", None),  # shown as 0.00
+        ([0.0, 3.0], "lower", 0),  # no distance is the best distance
+        ([None, float("nan"), 0.1], "higher", 2),
+        ([None, float("nan")], "higher", None),
+        ([], "higher", None),
+    ],
+)
+def test_only_strictly_best_value_is_marked(values, better, best):
+    assert best_index(values, better, digits=2) == best
+
+
+def test_values_are_formatted():
+    assert MEASURES["agg"].text(0.777) == "0.78"
+    assert MEASURES["mia_loss"].text(0.0) == "0.000"
+    assert MEASURES["forget_quality"].text(1.834e-21) == "1.8e-21"
+    assert MEASURES["privleak"].text(-99.82) == "−99.8"
+    assert MEASURES["agg"].text(None) == "–"
+
+
+def test_non_numeric_metric_is_omitted(tmp_path):
+    figures = {"model_utility": 0.5, "mia_loss": "many", "mia_zlib": True, "mia_min_k": float("nan")}
+    (tmp_path / "TOFU_SUMMARY.json").write_text(json.dumps(figures))
+    scorer = Scorer(None, None, "openunlearning", Bootstrap(draws=50))
+    row = scorer.score(Entry("x", tmp_path, read_results(tmp_path)))
+    assert {name for name, value in row.values.items() if value is not None} == {"model_utility"}
