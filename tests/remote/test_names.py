@@ -6,8 +6,9 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
+from divdec.model.loading import Bundle
 from divdec.remote.completions import Completions, ProviderCapabilities
-from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.experts import LoadedExperts
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
@@ -74,7 +75,7 @@ def text_alone(body):
 @pytest.fixture
 def remote(opened, byte_models):
     def make(url, steering, entries=1000, **settings):
-        experts = load_experts(sources_from_bundle(str(byte_models[0]))[0])
+        experts = LoadedExperts.load(Bundle.open(byte_models[0], target=False))
         endpoint = Endpoint(f"{url}/v1", "plain", retries=1)
         settings = RemoteSettings(bias_entries=entries, tries=4, **settings)
         return opened(RemoteTarget(endpoint, experts, Steering.parse(steering), settings))
