@@ -203,7 +203,7 @@ def test_invalid_log_probabilities_are_not_used(opened, provider, byte_tokenizer
         content["choices"][0]["logprobs"]["top_logprobs"][0].update(change)
 
     endpoint = Endpoint(f"{provider(reply=reply).url}/v1", "plain", retries=1)
-    completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id)
+    completions = Completions(endpoint, byte_tokenizer, [byte_tokenizer.eos_token_id])
     opened(completions.endpoint)
     ask = (byte_tokenizer("The sea").input_ids, ProviderCapabilities(top_logprobs=5), {})
     if error is not None:
@@ -219,7 +219,7 @@ def test_an_unnamed_end_of_several_is_ambiguous(opened, provider, byte_tokenizer
 
     endpoint = Endpoint(f"{provider(reply=end).url}/v1", "plain", retries=1)
     for others in ((), (5,)):
-        completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id, other_eos_token_ids=others)
+        completions = Completions(endpoint, byte_tokenizer, [byte_tokenizer.eos_token_id, *others])
         opened(completions.endpoint)
         (position,) = completions.complete(
             byte_tokenizer("The sea").input_ids, ProviderCapabilities(answer_ids=False), {}

@@ -90,8 +90,7 @@ class RemoteTarget:
             raise UsageError(f"{ending} needs the target's logits, which an API does not give; use {other}")
         check_rule(steering, experts.experts)
         steering.check_vocabulary(experts.vocab_size)
-        first, *others = experts.eos_token_ids
-        self.completions = Completions(endpoint, experts.tokenizer, first, experts.vocab_size, extra, others)
+        self.completions = Completions(endpoint, experts.tokenizer, experts.eos_token_ids, experts.vocab_size, extra)
         self.steering, self.settings = steering, settings or RemoteSettings()
         self.choices: list[ChosenToken] = []
         self.capabilities: ProviderCapabilities | None = None
