@@ -112,7 +112,7 @@ def test_interrupted_run_resumes_and_finished_run_requires_overwrite(tmp_path):
     assert os.listdir(output) == ["run.json"]
 
 
-def test_locked_folder_rejects_second_process(tmp_path):
+def test_output_folder_rejects_second_process(tmp_path):
     run = RunFolder.open(tmp_path / "out", "train", {"lr": 1}, {"lr": 1})
     (tmp_path / "out" / "work").write_text("hours")
     for decides in ({"lr": 1}, {"lr": 2}):

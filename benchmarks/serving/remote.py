@@ -26,8 +26,9 @@ from divdec import DivergenceForCausalLM, write_bundle
 from divdec.checkpoint import load_tokenizer
 from divdec.data.formatting import Format, encode_prompts
 from divdec.endpoint import Endpoint
+from divdec.model.loading import Bundle
 from divdec.remote.completions import ProviderCapabilities
-from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.experts import LoadedExperts
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteTarget
 from divdec.runs import cache_folder
@@ -94,11 +95,11 @@ def toy_models(folder):
 
 def measured(case, prompts, local, bundle, url) -> str:
     rule, temperature, told, entries, block, tries = case
-    sources, _ = sources_from_bundle(str(bundle))
+    opened = Bundle.open(bundle, target=False)
     settings = RemoteSettings(bias_entries=entries, block=block, tries=tries)
     same, started = 0, time.perf_counter()
     endpoint = Endpoint(f"{url}/v1", "m")
-    with RemoteTarget(endpoint, load_experts(sources), Steering.parse(rule), settings) as target:
+    with RemoteTarget(endpoint, LoadedExperts.load(opened), Steering.parse(rule), settings) as target:
         if not told:
             target.capabilities = ProviderCapabilities(top_logprobs=0)
         answers = [

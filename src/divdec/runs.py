@@ -97,7 +97,9 @@ class RunFolder:
 
         def work() -> RunFolder:
             unlocked._can_resume(overwrite, extend)  # a foreign folder gets no lock
-            lock = _lock_folder(path, verb)
+            path.mkdir(parents=True, exist_ok=True)
+            otherwise = f"another `divdec {verb}` is running in {path}; wait for it, or give another name"
+            lock = lock_file(path / LOCK, otherwise)
             try:
                 # Another run may have ended in between.
                 run = dataclasses.replace(unlocked, resumed=unlocked._can_resume(overwrite, extend), lock=lock)
@@ -146,26 +148,6 @@ class RunFolder:
         final = record(self.verb, self.settings, fingerprint=self.fingerprint, inputs=self.inputs, **content)
         write_json(self.path / RECORD, final)
         return final
-
-
-@contextlib.contextmanager
-def locked_folder(folder: Path, verb: str) -> Iterator[None]:
-    """Lock an output folder, which is made if it is absent, while the `with` block runs.
-
-    Raises:
-        UsageError: another process is running in it.
-    """
-    lock = _lock_folder(folder, verb)
-    try:
-        yield
-    finally:
-        unlock_file(lock)
-
-
-def _lock_folder(folder: Path, verb: str) -> FileLock:
-    folder.mkdir(parents=True, exist_ok=True)
-    otherwise = f"another `divdec {verb}` is running in {folder}; wait for it, or give another name"
-    return lock_file(folder / LOCK, otherwise)
 
 
 def lock_file(path: Path, otherwise: str) -> FileLock:

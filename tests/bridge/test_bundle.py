@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
-from divdec.remote.experts import sources_from_bundle
+from divdec.model.loading import Bundle
 from support.tiny import tiny_model
 
 
@@ -117,6 +117,7 @@ def test_an_unknown_field_of_the_bridge_is_refused(models, tmp_path):
     assert isinstance(DivergenceForCausalLM.from_pretrained(bundle).experts, BridgedPair)
     for bridge, message in (({"token_healing": True}, r"accepted: \{\}; write the bundle again"), ([], "bridge is")):
         (bundle / "config.json").write_text(json.dumps(config | {"bridge": bridge}))
-        for load in (DivergenceForCausalLM.from_pretrained, sources_from_bundle):
-            with pytest.raises(UsageError, match=message):
-                load(str(bundle))
+        with pytest.raises(UsageError, match=message):
+            DivergenceForCausalLM.from_pretrained(bundle)
+        with pytest.raises(UsageError, match=message):
+            Bundle.open(bundle, target=False)

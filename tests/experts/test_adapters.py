@@ -20,9 +20,10 @@ from divdec.errors import FailedClosed
 from divdec.experts.adapters import AdapterPair, read_adapter
 from divdec.experts.protocol import Inputs
 from divdec.model.hub import hub_files
-from divdec.model.loading import load_parts
+from divdec.model.loading import Bundle, load_parts
 from divdec.runs import file_sha256
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
+from divdec.steering import Steering
 from support.exactness import assert_close, assert_same_answers
 from support.served import serving
 from support.tiny import tiny_model
@@ -100,6 +101,21 @@ def test_divergence_is_that_of_the_merged_pair(parts):
     pieces = [pair.divergence(ids[:, part], mask[:, : part.stop], cache=cache) for part in (slice(0, 3), slice(3, 6))]
     assert_close(torch.cat(pieces, dim=1)[mask.bool()], expected[mask.bool()])
     assert cache.lengths == [6, 6]
+
+
+@torch.no_grad()
+def test_remote_target_is_steered_by_adapters(llama):
+    from divdec.remote.experts import LoadedExperts, describe_experts
+
+    folder, _, merged = llama
+    names = (str(folder / name) for name in ("target", "retain", "forget"))
+    described = describe_experts(next(names), Steering.parse("linear:1.5"), *names)
+    ids = torch.tensor([PROMPTS[0]])
+    expected = NeuralPair(merged["retain"], merged["forget"]).divergence(ids)
+    for bundle in (described, Bundle.open(write(folder), target=False)):
+        loaded = LoadedExperts.load(bundle)
+        assert isinstance(loaded.experts, AdapterPair)
+        assert_close(loaded.experts.divergence(ids), expected)
 
 
 @pytest.mark.parametrize("rule", ["linear:1.5", "rank:20", "linear:1:0.5", "linear:1:0.5:full"])

@@ -12,7 +12,7 @@ from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt, encode_records
 from divdec.data.records import Message, Record
-from divdec.remote.experts import ExpertSources, SteeringContext, load_experts
+from divdec.remote.experts import LoadedExperts, SteeringContext, describe_experts
 from divdec.steering import Steering
 from support.engines import alone, answered_tokens, greedy, run
 from support.tiny import make_parts, tiny_model
@@ -119,8 +119,9 @@ def test_commands_accept_the_checkpoint_and_refuse_the_token(bundle, folder, wor
 
 
 def test_a_provider_that_names_the_token(folder):
-    sources = ExpertSources(str(folder / "target"), retain=str(folder / "retain"), forget=str(folder / "forget"))
-    context = SteeringContext(loaded := load_experts(sources), Steering.parse("linear:1"))
+    names = [str(folder / name) for name in ("target", "retain", "forget")]
+    bundle = describe_experts(names[0], Steering.parse("linear:1"), *names[1:])
+    context = SteeringContext(loaded := LoadedExperts.load(bundle), bundle.steering)
     with pytest.raises(UsageError, match="the text holds token id"):
         context.logit_shift([5, loaded.vocab_size])
     assert context.logit_shift([5, 6]).shape == (1, loaded.vocab_size)

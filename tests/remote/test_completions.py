@@ -15,7 +15,7 @@ from divdec.remote.completions import Completions, ProviderCapabilities
 def asking(url, tokenizer, opened):
     def make(at=url, key=None, **options):
         endpoint = Endpoint(f"{at}/v1", "plain", key, retries=1)
-        completions = Completions(endpoint, tokenizer, tokenizer.eos_token_id, **options)
+        completions = Completions(endpoint, tokenizer, [tokenizer.eos_token_id], **options)
         opened(completions.endpoint)
         return completions
 
@@ -44,7 +44,7 @@ def test_tokens_that_are_special_among_the_added_ones_alone_have_names(url, toke
     token = other.convert_tokens_to_ids("<|tool|>")
     assert token not in other.all_special_ids
     endpoint = opened(Endpoint(f"{url}/v1", "plain"))
-    completions = Completions(endpoint, other, other.eos_token_id, size=len(other))
+    completions = Completions(endpoint, other, [other.eos_token_id], size=len(other))
     assert completions._token_texts()[b"<|tool|>"] == [token]
 
 

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from divdec.endpoint import Endpoint
-from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.model.loading import Bundle
+from divdec.remote.experts import LoadedExperts
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
@@ -57,7 +58,7 @@ def there(request, models, tmp_path_factory):
 
 
 def remote(url, bundle, steering, **settings):
-    experts = load_experts(sources_from_bundle(str(bundle))[0])
+    experts = LoadedExperts.load(Bundle.open(bundle, target=False))
     return RemoteTarget(Endpoint(url, "plain"), experts, Steering.parse(steering), RemoteSettings(**settings))
 
 

@@ -6,8 +6,9 @@ import torch
 from divdec import DivergenceForCausalLM, write_bundle
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
+from divdec.model.loading import Bundle
 from divdec.remote.completions import Completions, ProviderCapabilities
-from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.remote.experts import LoadedExperts
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
@@ -74,7 +75,7 @@ def text_alone(body):
 @pytest.fixture
 def remote(opened, byte_models):
     def make(url, steering, entries=1000, **settings):
-        experts = load_experts(sources_from_bundle(str(byte_models[0]))[0])
+        experts = LoadedExperts.load(Bundle.open(byte_models[0], target=False))
         endpoint = Endpoint(f"{url}/v1", "plain", retries=1)
         settings = RemoteSettings(bias_entries=entries, tries=4, **settings)
         return opened(RemoteTarget(endpoint, experts, Steering.parse(steering), settings))
@@ -202,7 +203,7 @@ def test_invalid_log_probabilities_are_not_used(opened, provider, byte_tokenizer
         content["choices"][0]["logprobs"]["top_logprobs"][0].update(change)
 
     endpoint = Endpoint(f"{provider(reply=reply).url}/v1", "plain", retries=1)
-    completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id)
+    completions = Completions(endpoint, byte_tokenizer, [byte_tokenizer.eos_token_id])
     opened(completions.endpoint)
     ask = (byte_tokenizer("The sea").input_ids, ProviderCapabilities(top_logprobs=5), {})
     if error is not None:
@@ -218,7 +219,7 @@ def test_an_unnamed_end_of_several_is_ambiguous(opened, provider, byte_tokenizer
 
     endpoint = Endpoint(f"{provider(reply=end).url}/v1", "plain", retries=1)
     for others in ((), (5,)):
-        completions = Completions(endpoint, byte_tokenizer, byte_tokenizer.eos_token_id, other_eos_token_ids=others)
+        completions = Completions(endpoint, byte_tokenizer, [byte_tokenizer.eos_token_id, *others])
         opened(completions.endpoint)
         (position,) = completions.complete(
             byte_tokenizer("The sea").input_ids, ProviderCapabilities(answer_ids=False), {}

@@ -1,21 +1,29 @@
 """Experts for a target whose weights are missing."""
 
+import json
 import shutil
 
 import pytest
 import torch
 
+from divdec.data.records import texts_of
 from divdec.errors import UsageError
+from divdec.model.bundle import write_bundle
+from divdec.model.loading import Bundle
 from divdec.remote.bias import choose_bias
-from divdec.remote.experts import ExpertSources, SteeringContext, load_experts, sources_from_bundle
+from divdec.remote.experts import LoadedExperts, SteeringContext, describe_experts
+from divdec.steering import Steering
+from divdec.takedowns.registry import Registry
+
+RULE = Steering.parse("linear:1.5")
 
 
 def test_bundle_loads_without_target_weights(bundle, models, tmp_path, local, prompts):
     moved = shutil.copytree(models, tmp_path / "moved")
     shutil.rmtree(moved / "target")
-    sources, steering = sources_from_bundle(str(moved / bundle.name))
-    assert str(steering) == "linear:1.5"
-    opened = load_experts(sources)
+    opened_bundle = Bundle.open(moved / bundle.name, target=False)
+    assert str(opened_bundle.steering) == "linear:1.5"
+    opened = LoadedExperts.load(opened_bundle)
     ids = torch.tensor([prompts[0]])
     with torch.no_grad():
         result = opened.experts.divergence(ids, logits_to_keep=1)
@@ -31,46 +39,81 @@ def test_bundle_with_changed_auxiliary_is_rejected(bundle, models, tmp_path):
         file.seek(-1, 2)
         file.write(b"\x01")
     with pytest.raises(UsageError, match="has changed"):
-        sources_from_bundle(str(moved / bundle.name))
+        Bundle.open(moved / bundle.name, target=False)
 
 
 def test_incomplete_or_incompatible_experts_are_rejected(models, tmp_path, world):
     from divdec_research.world.models import train_tokenizer
 
     retain, forget = str(models / "retain"), str(models / "forget")
-    with pytest.raises(UsageError, match="nothing would steer the target: give a bundle, --retain-auxiliary and"):
-        load_experts(ExpertSources(retain))
-    with pytest.raises(UsageError, match="made of both: give --retain-auxiliary and --forget-auxiliary"):
-        load_experts(ExpertSources(retain, retain=retain))
-    with pytest.raises(UsageError, match="same"):
-        load_experts(ExpertSources(retain, retain, retain))
+    with pytest.raises(UsageError, match="nothing would steer the target: give a retain and a forget auxiliary"):
+        describe_experts(retain, RULE)
+    with pytest.raises(UsageError, match="forget auxiliary is missing: a pair is made of both"):
+        describe_experts(retain, RULE, retain)
+    with pytest.raises(UsageError, match="nothing would be forgotten"):
+        describe_experts(retain, RULE, retain, retain)
     train_tokenizer(world.corpus[:100], 300).save_pretrained(tmp_path / "other")
     with pytest.raises(UsageError, match=r"tokenizer|vocabular"):
-        load_experts(ExpertSources(str(tmp_path / "other"), retain, forget))
+        LoadedExperts.load(describe_experts(str(tmp_path / "other"), RULE, retain, forget))
     with pytest.raises(UsageError, match="not a folder"):
-        load_experts(ExpertSources(str(tmp_path / "absent here"), retain, forget))
+        describe_experts(str(tmp_path / "absent here"), RULE, retain, forget)
+
+
+def fit_ngrams(folder, models, world, count=40):
+    from divdec.cli import main
+
+    for side, texts in (("retain", world.corpus[1::2]), ("forget", world.corpus[::2])):
+        (folder / f"{side}.txt").write_text("\n".join(texts[:count]))
+    counts = folder / "counts"
+    options = [f"--{side}={folder / side}.txt" for side in ("retain", "forget")]
+    assert main(["ngram", *options, f"--target={models / 'target'}", f"--output={counts}", "--overwrite"]) == 0
+    return str(counts)
+
+
+def create_registry(folder, models, texts):
+    return Registry.create(folder, texts_of("retain", texts), models / "target")
+
+
+def test_bundle_with_other_ngrams_is_rejected(models, tmp_path, world):
+    counts = fit_ngrams(tmp_path, models, world)
+    bundle = write_bundle(tmp_path / "bundle", target=str(models / "target"), ngram=counts, steering="linear:1.5")
+    LoadedExperts.load(Bundle.open(bundle, target=False))
+    fit_ngrams(tmp_path, models, world, count=30)  # valid n-grams, which the bundle was not written for
+    with pytest.raises(UsageError, match="has changed since the bundle was written"):
+        LoadedExperts.load(Bundle.open(bundle, target=False))
+
+
+def test_bundle_with_another_registry_is_rejected(models, tmp_path, world):
+    texts = world.corpus[1:20:2]
+    folder = create_registry(tmp_path / "takedowns", models, texts).folder
+    bundle = write_bundle(tmp_path / "bundle", target=str(models / "target"), registry=str(folder))
+    LoadedExperts.load(Bundle.open(bundle, target=False))
+    shutil.rmtree(folder)
+    create_registry(folder, models, texts)
+    with pytest.raises(UsageError, match="another registry than the bundle's"):
+        LoadedExperts.load(Bundle.open(bundle, target=False))
+
+
+def test_bundle_with_wider_vocabulary_than_its_registry_is_rejected(models, tmp_path, world):
+    folder = create_registry(tmp_path / "takedowns", models, world.corpus[1:20:2]).folder
+    bundle = write_bundle(tmp_path / "bundle", target=str(models / "target"), registry=str(folder))
+    config = json.loads((bundle / "config.json").read_text())
+    size = config["vocab_size"] + 8
+    (bundle / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    with pytest.raises(UsageError, match=rf"counts {size - 8} tokens, the model has {size}"):
+        LoadedExperts.load(Bundle.open(bundle, target=False))
 
 
 def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, world, prompts):
-    from divdec.cli import main
-
-    for name, texts in (("retain", world.corpus[1::2]), ("forget", world.corpus[::2])):
-        (tmp_path / f"{name}.txt").write_text("\n".join(texts[:40]))
-    options = [f"--{name}={tmp_path / name}.txt" for name in ("retain", "forget")]
-    assert main(["ngram", *options, f"--target={models / 'target'}", f"--output={tmp_path / 'counts'}"]) == 0
-    opened = load_experts(ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts")))
+    counts = fit_ngrams(tmp_path, models, world)
+    opened = LoadedExperts.load(describe_experts(str(models / "target"), RULE, ngram=counts))
     assert opened.experts.divergence(torch.tensor([prompts[0]])).abs().max() > 0
-    from divdec.data.records import texts_of
-    from divdec.steering import Steering
-    from divdec.takedowns.registry import Registry
-
     text = tokenizer.decode(prompts[0])
-    known = texts_of("retain", [other for other in world.corpus[1:80:2] if text not in other])
-    registry = Registry.create(tmp_path / "takedowns", known, models / "target")
+    known = [other for other in world.corpus[1:80:2] if text not in other]
+    registry = create_registry(tmp_path / "takedowns", models, known)
     registry.add("case", texts_of("t", [text]))
-    opened = load_experts(
-        ExpertSources(str(models / "target"), ngram=str(tmp_path / "counts"), registry=str(registry.folder))
-    )
+    names = {"ngram": counts, "registry": str(registry.folder)}
+    opened = LoadedExperts.load(describe_experts(str(models / "target"), RULE, **names))
     ids = torch.tensor([prompts[0]])
     position = int(opened.takedowns.correction(ids)[0].amin(-1).argmin())
     assert position >= 4
@@ -87,6 +130,6 @@ def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, wo
         wanted = context.logit_shift(prompt, 2)
         torch.testing.assert_close(wanted.float(), expected[:, : len(tokenizer)])
         assert choose_bias(wanted[-1], 300).entries[token] < -4, "the takedown is not sent"
-    alone = load_experts(ExpertSources(str(models / "target"), registry=str(registry.folder)))
+    alone = LoadedExperts.load(describe_experts(str(models / "target"), RULE, registry=str(registry.folder)))
     assert not alone.experts.divergence(ids).any()
     assert torch.equal(alone.takedowns.correction(ids)[0, -2:], correction)

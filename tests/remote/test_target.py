@@ -9,7 +9,8 @@ import torch
 
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
-from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.model.loading import Bundle
+from divdec.remote.experts import LoadedExperts
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteAnswer, RemoteTarget
 from divdec.steering import Steering
@@ -21,7 +22,7 @@ TOKENS = 10
 @pytest.fixture
 def remote(opened):
     def make(url, bundle, steering="linear:1.5", tries=60, retries=2, **settings):
-        experts = load_experts(sources_from_bundle(str(bundle))[0])
+        experts = LoadedExperts.load(Bundle.open(bundle, target=False))
         endpoint = Endpoint(f"{url}/v1", "plain", retries=retries)
         settings = RemoteSettings(tries=tries, **settings)
         return opened(RemoteTarget(endpoint, experts, Steering.parse(steering), settings))
@@ -280,7 +281,7 @@ def test_remote_stop_strings_and_streaming(remote, url, bundle, tokenizer, promp
 
 
 def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models, tmp_path, world, prompts, local):
-    from divdec.remote.experts import ExpertSources
+    from divdec.remote.experts import describe_experts
     from divdec_research.world.models import train_tokenizer
     from support.served import trained
 
@@ -288,9 +289,10 @@ def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models,
     for seed, name in enumerate(("retain", "forget")):
         trained(other, world.corpus[seed::2], seed, 32, 2).save_pretrained(tmp_path / name)
         other.save_pretrained(tmp_path / name)
-    loaded = load_experts(ExpertSources(str(bundle), str(tmp_path / "retain"), str(tmp_path / "forget"), bridge=True))
-    endpoint = Endpoint(f"{url}/v1", "plain")
-    target = opened(RemoteTarget(endpoint, loaded, Steering.parse("rank:20"), RemoteSettings(block=4)))
+    pair = [str(tmp_path / name) for name in ("retain", "forget")]
+    described = describe_experts(str(bundle), Steering.parse("rank:20"), *pair, bridge=True)
+    loaded, endpoint = LoadedExperts.load(described), Endpoint(f"{url}/v1", "plain")
+    target = opened(RemoteTarget(endpoint, loaded, described.steering, RemoteSettings(block=4)))
 
     from divdec import DivergenceForCausalLM
 

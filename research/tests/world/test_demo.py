@@ -10,7 +10,7 @@ import pytest
 from divdec import DivergenceForCausalLM
 from divdec.checkpoint import load_config
 from divdec.data.records import read_records
-from divdec.runs import locked_folder
+from divdec.runs import RunFolder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.suites.aggregate import aggregate
@@ -107,7 +107,7 @@ def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):
     (tmp_path / "mine" / "file").write_text("x")
     assert main(["world", "--output", str(tmp_path / "mine")]) == 2
     assert "not an earlier result" in capsys.readouterr().err
-    with locked_folder(tmp_path / "out", "demo"):
+    with RunFolder.open(tmp_path / "out", "demo", {}, {}):
         assert main(["world", "--output", str(tmp_path / "out")]) == 2
     assert "another `divdec demo` is running in" in capsys.readouterr().err
 

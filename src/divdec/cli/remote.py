@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -15,8 +18,10 @@ from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least,
 from divdec.remote.settings import RemoteSettings
 
 if TYPE_CHECKING:
-    from divdec.remote.experts import ExpertSources, LoadedExperts
-    from divdec.remote.target import RemoteTarget
+    from divdec.model.loading import Bundle
+    from divdec.remote.experts import LoadedExperts
+    from divdec.remote.target import RemoteAnswer, RemoteTarget
+    from divdec.runs import ResumableOutput
     from divdec.steering import Steering
 
 
@@ -114,31 +119,31 @@ def remote(
         output: where the answers go.
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
-    from divdec.cli.loading import quiet
-    from divdec.remote.answers import answer_prompts, stream_answer, usage_text
-    from divdec.remote.experts import load_experts, source_digests
+    from divdec.cli.loading import device_map, quiet
+    from divdec.remote.experts import LoadedExperts, source_digests
     from divdec.runs import resumable_items, settings_hash, write_text
 
     experts.check()
     file = output.prepare()
     quiet()
-    sources, steering = _sources(experts, device)
-    loaded = load_experts(sources)
-    with _target(provider, settings, loaded, steering) as target:
+    device = device_map(device)
+    bundle = _bundle(experts)
+    loaded = LoadedExperts.load(bundle, device)
+    with _target(provider, settings, loaded, bundle.steering) as target:
         records = prompts.read(loaded.tokenizer)
         encoded = prompts.encode(records, loaded.tokenizer)
         texts = [record.prompt or [dataclasses.asdict(turn) for turn in record.messages] for record in records]
         # Prompts are compared one by one. Models and registries may change under their names.
         layout = dataclasses.replace(prompts, prompt=(), file=None)
         api = (provider.endpoint, provider.model, provider.extra)
-        decides = [api, *map(dataclasses.asdict, (settings, experts, layout, decoding)), printing.json, str(steering)]
+        decides = [api, *map(dataclasses.asdict, (settings, experts, layout, decoding)), printing.json]
         try:
             if file is None and len(records) == 1 and not printing.json:
                 for piece in stream_answer(target, encoded[0], decoding):
                     print(piece, end="", flush=True)
                 print()
                 return
-            with resumable_items(file, settings_hash([decides, source_digests(sources, loaded)])) as answers:
+            with resumable_items(file, settings_hash([*decides, source_digests(bundle, loaded)])) as answers:
                 lines = []
                 for row in answer_prompts(target, encoded, texts, decoding, provider.concurrency, answers):
                     lines.append(json.dumps(row, ensure_ascii=False) if printing.json else row["text"])
@@ -148,25 +153,75 @@ def remote(
                     write_text(file, "".join(f"{line}\n" for line in lines))
         finally:
             if target.completions.usage.requests:
-                print(usage_text(target), file=sys.stderr)
+                print(target.usage_text(), file=sys.stderr)
 
 
-def _sources(experts: RemoteExperts, device: str) -> tuple[ExpertSources, Steering]:
-    from divdec.cli.loading import device_map
-    from divdec.remote.experts import ExpertSources, sources_from_bundle
+def stream_answer(
+    target: RemoteTarget, prompt: Sequence[int], decoding: Decoding, number: int = 0, answer: RemoteAnswer | None = None
+) -> Iterator[str]:
+    """Answer a prompt of a run, whose number gives it its seed; see `RemoteTarget.stream`."""
+    return target.stream(
+        prompt, decoding.max_new_tokens, temperature=decoding.temperature, seed=(decoding.seed + number) % 2**32,
+        stop=decoding.stop, answer=answer,
+    )  # fmt: skip
+
+
+def answer_prompts(
+    target: RemoteTarget,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Any],
+    decoding: Decoding,
+    concurrency: int,
+    answers: ResumableOutput,
+) -> Iterator[dict[str, Any]]:
+    """Yield answers in the prompts' order, from several requests at a time; `answers` stores each complete one."""
+    from tqdm.auto import tqdm
+
+    from divdec.remote.target import RemoteAnswer
+
+    stopped = threading.Event()
+
+    def answer(number: int) -> dict[str, Any]:
+        if number in answers and answers.items[number]["row"]["prompt"] == texts[number]:
+            return answers.items[number]["row"]
+        result = RemoteAnswer()
+        for _ in stream_answer(target, prompts[number], decoding, number, result):
+            if stopped.is_set():
+                raise UsageError("stopped")
+        row = {"prompt": texts[number], **result.to_dict(), "steering": str(target.steering)}
+        answers.add({"key": number, "row": row})
+        return row
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        tasks = [pool.submit(answer, number) for number in range(len(prompts))]
+        try:
+            for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
+                yield task.result()
+        except KeyboardInterrupt:  # after an error the other answers are completed and stored
+            stopped.set()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _bundle(experts: RemoteExperts) -> Bundle:
+    from divdec.model.loading import Bundle
+    from divdec.remote.experts import describe_experts
     from divdec.steering import Steering
 
-    where = device_map(device)
-    steering = None if experts.steering is None else Steering.parse(experts.steering)
-    if experts.bundle is not None:
-        sources, stored = sources_from_bundle(experts.bundle, where)
-        return sources, stored if steering is None else dataclasses.replace(steering, vocabulary=stored.vocabulary)
-    assert experts.tokenizer is not None
-    sources = ExpertSources(
-        experts.tokenizer, experts.retain_auxiliary, experts.forget_auxiliary, experts.ngram, experts.registry,
-        bridge=experts.bridge, device=where,
-    )  # fmt: skip
-    return sources, steering or Steering()  # without effect: a registry needs no rule
+    # A registry alone needs no rule.
+    steering = Steering() if experts.steering is None else Steering.parse(experts.steering)
+    if experts.bundle is None:
+        assert experts.tokenizer is not None
+        return describe_experts(
+            experts.tokenizer, steering, experts.retain_auxiliary, experts.forget_auxiliary, bridge=experts.bridge,
+            ngram=experts.ngram, registry=experts.registry,
+        )  # fmt: skip
+    bundle = Bundle.open(experts.bundle, target=False)
+    if experts.steering is None:
+        return bundle
+    return dataclasses.replace(bundle, steering=bundle.steering.revised(experts.steering))
 
 
 def _target(provider: Provider, settings: RemoteSettings, loaded: LoadedExperts, steering: Steering) -> RemoteTarget:

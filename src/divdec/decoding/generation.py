@@ -83,6 +83,12 @@ class SteeredGeneration(GenerationMixin):
         takedowns = None if self.takedowns is None else self.takedowns.new_cache()
         return DivergenceCache(new_cache(self.target), self.experts.new_cache(), self._cache_owner, takedowns)
 
+    def follow_registry(self, cache: DivergenceCache) -> None:
+        """Let the next pass apply the takedown requests that are in force now."""
+        if self.takedowns is not None:
+            assert cache.takedowns is not None
+            self.takedowns.begin(cache.takedowns)
+
     @property
     def _plain(self) -> Any:
         return super()
@@ -237,8 +243,7 @@ class SteeredGeneration(GenerationMixin):
                     "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
                     "or use speculative=True"
                 )
-            if self.takedowns is not None:
-                self.takedowns.begin(cache.takedowns)
+            self.follow_registry(cache)
         elif generation_config.use_cache is False:
             if self.takedowns is not None:
                 raise UsageError(

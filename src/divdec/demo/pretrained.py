@@ -22,10 +22,10 @@ from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model,
 from divdec.data.records import Message, Record, write_records
 from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, not_asked, split
 from divdec.errors import UsageError
-from divdec.model.bundle import is_bundle, rewrite_steering, write_bundle
+from divdec.model.bundle import rewrite_steering, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.report.page import write_page
-from divdec.runs import RECORD, cache_folder, check_output, locked_folder, read_record, record, write_json, write_text
+from divdec.runs import RunFolder, cache_folder, read_record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import FORGET, RETAIN, faults_of, train_auxiliaries
 from divdec.training.settings import AuxiliarySettings, ShrinkSettings
@@ -66,18 +66,19 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         UsageError: SmolLM2 is not installed, or the output folder holds something other than an earlier demo.
     """
     output = output or cache_folder() / "demo" / f"{TARGET}-seed-{seed}"
-    check_output(output, overwrite=True, ours=is_demo)
+    settings = {"seed": seed, "target": TARGET}
     try:
         folder = CheckpointReference.parse(TARGET).resolve(Path(), weights=True)
     except UsageError as error:
         raise UsageError(f"{error}; divdec world needs no pretrained model") from None
-    with locked_folder(output, "demo"):
-        return _run_demo(folder, seed, output, console_for(quiet))
+    with RunFolder.open(output, "demo", settings, settings, overwrite=True) as run:
+        result = _run_demo(folder, seed, output, console_for(quiet))
+        run.finish(seconds=result["seconds"])
+    return result
 
 
 def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[str, Any]:
     started = time.perf_counter()
-    write_json(output / RECORD, record("demo", {"seed": seed, "target": TARGET}) | {"status": "running"})
     target, tokenizer = load_model(folder, dtype=dtype_for_passes()).eval(), load_tokenizer(folder)
     facts = known_facts(target, tokenizer, [KIND], title=f"asking {TARGET} for capitals")
     if len(facts) < MIN_KNOWN:
@@ -130,7 +131,6 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
         "report": str(page), "bundle": str(bundle),
     }  # fmt: skip
     write_json(output / "result.json", result)
-    write_json(output / RECORD, record("demo", {"seed": seed, "target": TARGET}, seconds=result["seconds"]))
     console.print(f"No rule is good enough: {'; '.join(faults)}" if faults else effects["summary"], highlight=False)
     say_where(result, output, console)
     return result
@@ -269,11 +269,6 @@ def console_for(quiet: bool) -> Console:
 def reporter(console: Console) -> Callable[[str], None]:
     """A function that prints one-line notes."""
     return lambda line: console.print(line, style="dim", highlight=False)
-
-
-def is_demo(folder: Path) -> bool:
-    """Whether a folder is the output of an earlier demo."""
-    return (read_record(folder) or {}).get("verb") == "demo" or is_bundle(folder / "bundle")
 
 
 def _command() -> str:

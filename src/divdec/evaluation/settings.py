@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from divdec.errors import UsageError
 from divdec.options import (
-    RARE,
     BundleArgument,
     Flag,
     ModelLoading,
     OutputFolder,
     SteeringChoice,
+    TrainingData,
     check_at_least,
     read_template_kwargs,
 )
@@ -119,13 +119,9 @@ class LeakSettings(QuestionSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrationSettings(BundleArgument):
+class CalibrationSettings(TrainingData, BundleArgument):
     """Options of `divdec calibrate`."""
 
-    forget: str
-    """Forget set: a .jsonl, .json, .txt file, a folder, or a Hugging Face dataset."""
-    retain: str
-    """Retain set, in the same formats."""
     holdout: str | None = None
     """With --reference q: records like those of the forget set that none of the three models has seen."""
     neutral: str | None = None
@@ -143,12 +139,6 @@ class CalibrationSettings(BundleArgument):
     """Write the chosen setting into the bundle if the measurement shows that it forgets."""
     force: Flag = False
     """Write the chosen setting even if it does not forget. The model card records this."""
-    system_prompt: str | None = None
-    """System prompt of every conversation."""
-    chat_template_kwargs: Annotated[str | None, RARE] = None
-    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
-    max_length: int = 1024
-    """Maximum sequence length in tokens."""
     limit: int | None = None
     """Use only the first N records of each set."""
     batch_size: int = 32
@@ -157,6 +147,7 @@ class CalibrationSettings(BundleArgument):
     """Accept a negative alpha, which steers towards the forget set."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("batch_size", self.batch_size, 1)
         if self.force and not self.write:
             raise UsageError("--force writes a choice that was measured not to forget: give it with --write")

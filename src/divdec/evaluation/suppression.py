@@ -68,9 +68,7 @@ class SuppressionPass:
         self._read = end = min(start + self.chunk, self._ids.shape[1])
         if start < end:
             keep = min(end - start, end - self._prompt_length + 1)  # after the prompt's last token, the reply's first
-            if model.takedowns is not None:
-                assert self._cache.takedowns is not None
-                model.takedowns.begin(self._cache.takedowns)
+            model.follow_registry(self._cache)
             chunk = self._ids[:, start:end]
             target, corrected, divergence = model.unsteered_components(
                 chunk, past_key_values=self._cache, logits_to_keep=max(keep, 1)

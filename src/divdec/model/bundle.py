@@ -153,10 +153,10 @@ def write_bundle(
     steering = Steering() if steering is None else Steering.parse(steering)
     check_output(output, overwrite, is_bundle)
     names = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
-    _check_experts(names, ngram, registry, bridge)
+    check_experts(names, ngram, registry, bridge)
     references = {part: CheckpointReference.parse(name) for part, name in names.items() if name is not None}
     paths = {part: reference.resolve(Path(), weights=pack) for part, reference in references.items()}
-    if (base := _base_of(paths)) is not None:
+    if (base := base_of(paths)) is not None:
         paths |= {part: references[part].resolve(Path(), weights=True) for part in AUXILIARIES}
         references[BASE] = CheckpointReference.parse(base)
         compared = any((paths[part] / TRAINING).is_file() for part in AUXILIARIES)
@@ -345,7 +345,7 @@ def _save_parts(model: SteeredGeneration, folder: Path, state_dict: Mapping[str,
     write_text(folder / "README.md", bundle_card(config, None))
 
 
-def _check_experts(names: dict[str, str | None], ngram: object, registry: object, bridge: bool) -> None:
+def check_experts(names: dict[str, str | None], ngram: object, registry: object, bridge: bool) -> None:
     """Refuse a bundle without experts, half a pair, and options that do not apply."""
     missing = [part for part in AUXILIARIES if names[part] is None]
     if len(missing) == 1:
@@ -358,7 +358,7 @@ def _check_experts(names: dict[str, str | None], ngram: object, registry: object
         raise UsageError("bridge is for a pair of auxiliaries, and none is given")
 
 
-def _base_of(paths: Mapping[str, Path]) -> str | None:
+def base_of(paths: Mapping[str, Path]) -> str | None:
     """Return the base that both auxiliaries adapt: a folder or hub id; None if they are whole checkpoints.
 
     Raises:

@@ -87,6 +87,7 @@ class Bundle:
         verify: bool = True,
         local_files_only: bool = False,
         config: DivergenceConfig | None = None,
+        target: bool = True,
     ) -> Bundle:
         """Find a bundle and its checkpoints, and check them.
 
@@ -96,6 +97,7 @@ class Bundle:
             verify: compare local files with the bundle's digests.
             local_files_only: use the local cache of the hub alone.
             config: configuration to use instead of the folder's, with the same parts.
+            target: False leaves out the target, which then need not exist.
 
         Raises:
             UsageError: a part is missing, has changed or is corrupt, or the configuration is invalid.
@@ -123,7 +125,8 @@ class Bundle:
         _check_fields(folder, config)
         steering = Steering.from_dict(config.steering)
         steering.check_vocabulary(size)
-        return cls(folder, config, steering, part_paths(folder, config, verify, local_files_only), verify)
+        paths = part_paths(folder, config, verify, local_files_only, target=target)
+        return cls(folder, config, steering, paths, verify)
 
     def load_ngrams(self) -> tuple[Experts, float] | None:
         """Load the n-gram pair and its weight; None if the bundle has none.
@@ -178,7 +181,7 @@ class Bundle:
 
     def target_vocabulary(self) -> str:
         """Return the digest of the target's vocabulary."""
-        return vocabulary_sha256(load_tokenizer(self.paths["target"]))
+        return vocabulary_sha256(load_tokenizer(self.paths.get("target", self.folder)))
 
     def check_vocab_size(self, sizes: Iterable[int]) -> None:
         """Check that the parts' smallest vocabulary is the one that the bundle was written for."""
@@ -299,8 +302,10 @@ def _check_fields(folder: Path, config: DivergenceConfig) -> None:
         raise UsageError(f"{folder}: bridge is {config.bridge!r}; accepted: {{}}; write the bundle again")
 
 
-def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool) -> dict[str, Path]:
-    """Return the folder of each checkpoint that a bundle names, after checking its weights.
+def part_paths(
+    folder: Path, config: DivergenceConfig, verify: bool, local_files_only: bool, *, target: bool = True
+) -> dict[str, Path]:
+    """Return the folder of each checkpoint that a bundle names, after checking its weights; see `Bundle.open`.
 
     Raises:
         UsageError: a checkpoint is missing, unreadable or has changed, or both auxiliaries are the same.
@@ -312,6 +317,7 @@ def part_paths(folder: Path, config: DivergenceConfig, verify: bool, local_files
     parts = PARTS if has_pair or not has_counts else ("target",)  # with one auxiliary, the error names the other
     adapters = AUXILIARIES if config.base is not None else ()
     parts = (*parts, BASE) if adapters else parts
+    parts = [part for part in parts if target or part != "target"]
     references = {part: CheckpointReference.from_dict(getattr(config, part), part) for part in parts}
     if has_pair:
         check_different(references["retain_auxiliary"], references["forget_auxiliary"])
@@ -380,7 +386,7 @@ def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts 
         pair = NeuralPair(models["retain_auxiliary"], models["forget_auxiliary"])
     if pair is not None:
         bridged = bundle.config.bridge is not None
-        experts.append((_bridged_pair(bundle, models["target"], pair) if bridged else pair, 1.0))
+        experts.append((_bridged_pair(bundle, models.get("target"), pair) if bridged else pair, 1.0))
     if (ngrams := bundle.load_ngrams()) is not None:
         experts.append(ngrams)
     if not experts:
@@ -388,19 +394,20 @@ def load_experts(bundle: Bundle, models: dict[str, PreTrainedModel]) -> Experts 
     return experts[0][0] if len(experts) == 1 and experts[0][1] == 1 else CombinedExperts(experts)
 
 
-def _bridged_pair(bundle: Bundle, target: PreTrainedModel, pair: NeuralPair) -> Experts:
+def _bridged_pair(bundle: Bundle, target: PreTrainedModel | None, pair: NeuralPair) -> Experts:
     from divdec.bridge.pair import BridgedPair
     from divdec.passes import logit_width
 
     tokenizers = {part: load_tokenizer(path) for part, path in bundle.paths.items() if part not in bundle.adapters}
-    others = [part for part in tokenizers if part != "target"]
-    check_same_vocabulary({part: tokenizers[part] for part in others}, bundle.paths)
+    target_tokenizer = tokenizers.pop("target", None) or load_tokenizer(bundle.folder)
+    check_same_vocabulary(tokenizers, bundle.paths)
+    width = bundle.config.vocab_size or len(target_tokenizer)
     return BridgedPair(
         pair.retain,
         pair.forget,
-        target_tokenizer=tokenizers["target"],
-        auxiliary_tokenizer=tokenizers[others[0]],
-        target_width=logit_width(target),
+        target_tokenizer=target_tokenizer,
+        auxiliary_tokenizer=next(iter(tokenizers.values())),
+        target_width=width if target is None else logit_width(target),
     )
 
 

@@ -87,29 +87,27 @@ class Completions:
         self,
         endpoint: Endpoint,
         tokenizer: Any,
-        eos_token_id: int,
+        eos_token_ids: Sequence[int],
         size: int | None = None,
         extra: Mapping[str, Any] | None = None,
-        other_eos_token_ids: Collection[int] = (),
     ) -> None:
         """Prepare.
 
         Args:
             endpoint: the endpoint.
             tokenizer: the model's tokenizer; a fast one if the provider names tokens by text.
-            eos_token_id: token that ends a reply.
+            eos_token_ids: tokens that end a reply. An unnamed end is read as the first, and may be any of them.
             size: number of its tokens, from the first, that a reply may contain; all by default.
             extra: further fields of every request, such as {"top_k": 0} for a server that truncates; those in
                 `RESERVED` are refused.
-            other_eos_token_ids: further tokens that end a reply; an unnamed end may be any of them.
         """
         if reserved := sorted(RESERVED & set(extra or ())):
             raise UsageError(f"extra holds {', '.join(reserved)}, which a request has already; leave it out")
         self.usage, self.name = UsageStatistics(), repr(endpoint.model)
         self._lock = threading.Lock()
-        self.endpoint, self.tokenizer, self.eos_token_id, self.extra = endpoint, tokenizer, eos_token_id, extra or {}
-        others = {eos_token_id: frozenset(other_eos_token_ids)} if other_eos_token_ids else {}
-        self._unnamed_eos = TokenPosition(eos_token_id, None, ambiguous=others)
+        self.endpoint, self.tokenizer, self.eos_token_ids, self.extra = endpoint, tokenizer, eos_token_ids, extra or {}
+        first, *others = eos_token_ids
+        self._unnamed_eos = TokenPosition(first, None, ambiguous={first: frozenset(others)} if others else {})
         self.size = len(tokenizer) if size is None else min(size, len(tokenizer))
         self._by_text: dict[bytes, list[int]] = {}
         self._spaces_shown = False
@@ -159,7 +157,8 @@ class Completions:
         choice, text = self._read_choice(content, len(ids), retries)
         reason = choice.get("finish_reason")
         positions = self._read_positions(choice, text, capabilities, ended=reason == "stop")
-        if reason == "stop" and len(positions) < tokens and (not positions or positions[-1].token != self.eos_token_id):
+        has_named_end = bool(positions) and positions[-1].token in self.eos_token_ids
+        if reason == "stop" and len(positions) < tokens and not has_named_end:
             positions.append(self._unnamed_eos)
         if not positions:
             raise UsageError(

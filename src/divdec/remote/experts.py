@@ -11,57 +11,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.checkpoint import (
-    CheckpointReference,
-    adapter_base,
-    check_different,
-    check_same_vocabulary,
-    check_tokenizer,
-    check_weights,
-    digests,
-    is_adapter,
-    load_model,
-    load_tokenizer,
-    vocabulary_sha256,
-)
+from divdec.checkpoint import CheckpointReference, check_same_vocabulary, digests, load_model, load_tokenizer
+from divdec.configuration import BASE, DivergenceConfig
 from divdec.decoding.cache import can_roll_back
 from divdec.errors import UsageError
-from divdec.experts.combined import CombinedExperts, NoExperts
+from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_vocabulary
+from divdec.model.bundle import base_of, check_experts
+from divdec.model.loading import Bundle, bundle_identity, load_experts, part_paths
 from divdec.passes import positions_of
 from divdec.runs import file_sha256
 from divdec.steering import Steering
 from divdec.takedowns.correction import TakedownCorrection
+from divdec.takedowns.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertSources:
-    """Provider's tokenizer and experts, as folders or hub ids."""
-
-    tokenizer: str
-    """The provider's tokenizer: a checkpoint, whose weights are not needed."""
-    retain: str | None = None
-    """q, the auxiliary that has not seen the forget set."""
-    forget: str | None = None
-    """p, the auxiliary that has."""
-    ngram: str | None = None
-    """Folder of an n-gram pair."""
-    registry: str | None = None
-    """Folder of a registry of takedown requests."""
-    ngram_weight: float = 1.0
-    """Weight of the n-grams' divergence."""
-    bridge: bool = False
-    """The auxiliaries have another tokenizer than the provider."""
-    device: str = "cpu"
-    """Device of the auxiliaries."""
-    vocab_size: int | None = None
-    """Size of the steered vocabulary; the experts' by default."""
-    base: str | None = None
-    """Checkpoint that both auxiliaries adapt, if they are LoRA adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,130 +45,95 @@ class LoadedExperts:
     vocab_size: int
     """Size of the steered vocabulary, padding included. A rank rule counts all of it."""
 
+    @classmethod
+    def load(cls, bundle: Bundle, device: str = "cpu") -> LoadedExperts:
+        """Load the tokenizer and experts of a bundle that was opened without its target.
 
-def sources_from_bundle(bundle: str, device: str = "cpu") -> tuple[ExpertSources, Steering]:
-    """Return the experts and the rule of a bundle; the target's weights are not needed.
+        Raises:
+            UsageError: a part is missing, corrupt or of another tokenizer than the provider's.
+            FailedClosed: the registry is damaged.
+        """
+        tokenizer = load_tokenizer(bundle.folder)
+        checkpoints = {part: path for part, path in bundle.paths.items() if part not in bundle.adapters}
+        bridged = bundle.config.bridge is not None
+        if not bridged:
+            tokenizers = {part: load_tokenizer(path) for part, path in checkpoints.items()}
+            check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": bundle.folder, **checkpoints})
+        models = {part: load_model(path, device_map=device) for part, path in checkpoints.items()}
+        experts, takedowns = load_experts(bundle, models), bundle.load_takedowns()
+        if experts is None:
+            assert takedowns is not None, "nothing would steer the target"
+            experts = NoExperts(takedowns.vocab_size)
+        limits = [getattr(model.config, "max_position_embeddings", None) for model in models.values() if not bridged]
+        width = min(part.vocab_size for part in (experts, takedowns) if part is not None)
+        bundle.check_vocab_size([width, bundle.config.vocab_size])
+        return cls(
+            tokenizer, experts, takedowns, _find_eos_token_ids(bundle.folder, tokenizer),
+            min((limit for limit in limits if limit), default=None), bundle.config.vocab_size or width,
+        )  # fmt: skip
+
+
+def describe_experts(
+    tokenizer: str,
+    steering: Steering,
+    retain_auxiliary: str | None = None,
+    forget_auxiliary: str | None = None,
+    *,
+    bridge: bool = False,
+    ngram: str | None = None,
+    registry: str | None = None,
+) -> Bundle:
+    """Return a bundle without a target that is not on disk.
+
+    Args:
+        tokenizer: the provider's tokenizer, a folder or hub id.
+        steering: the rule.
+        retain_auxiliary: q, a folder or hub id.
+        forget_auxiliary: p.
+        bridge: the auxiliaries have another tokenizer than the provider.
+        ngram: folder of an n-gram pair.
+        registry: folder of a registry of takedown requests.
 
     Raises:
-        UsageError: the folder is no bundle, or a part of it is missing or has changed.
+        UsageError: there are no experts, or one is missing or corrupt.
     """
-    from divdec.configuration import AUXILIARIES, BASE
-    from divdec.model.loading import find_bundle, read_config, weight_of
+    from divdec.experts.ngram_fit import DESCRIPTION, describe_pair
 
-    folder = find_bundle(bundle)
-    config = read_config(folder)
-    paths: dict[str, str] = {}
-    for name in (*AUXILIARIES, BASE):
-        if getattr(config, name) is not None:
-            reference = CheckpointReference.from_dict(getattr(config, name), name)
-            path = reference.resolve(folder, weights=True)
-            reference.verify(path, name)
-            paths[name] = str(path)
-    counted: dict[str, Any] = {name: getattr(config, name) or {} for name in ("ngram", "registry")}
-    folders = {name: str((folder / fields["folder"]).resolve()) for name, fields in counted.items() if fields}
-    sources = ExpertSources(
-        str(folder), paths.get("retain_auxiliary"), paths.get("forget_auxiliary"), folders.get("ngram"),
-        folders.get("registry"), weight_of(counted["ngram"], "ngram"), config.bridge is not None,
-        device, config.vocab_size, paths.get(BASE),
-    )  # fmt: skip
-    return sources, Steering.from_dict(config.steering or {})
+    names = {"retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
+    check_experts(names, ngram, registry, bridge)
+    paths = {part: _resolve(name, weights=True) for part, name in names.items() if name is not None}
+    if (base := base_of(paths)) is not None:
+        paths[BASE] = _resolve(base, weights=True)
+    references: dict[str, Any] = {part: {"folder": str(path)} for part, path in paths.items()}
+    if ngram is not None:
+        describe_pair(folder := Path(ngram).expanduser().absolute())
+        references["ngram"] = {"folder": str(folder), "sha256": file_sha256(folder / DESCRIPTION)}
+    if registry is not None:
+        folder = Path(registry).expanduser().absolute()
+        references["registry"] = {"folder": str(folder), "id": Store(folder).description["id"]}
+    config = DivergenceConfig(**references, bridge={} if bridge else None, steering=steering.to_dict())
+    folder = _resolve(tokenizer, weights=False)
+    paths = part_paths(folder, config, verify=False, local_files_only=False, target=False)
+    return Bundle(folder, config, steering, paths)
 
 
-def load_experts(sources: ExpertSources) -> LoadedExperts:
-    """Load tokenizer and experts.
-
-    Raises:
-        UsageError: a part is missing, corrupt or of another tokenizer, or there is nothing to steer with.
-    """
-    from divdec.experts.ngram_fit import describe_pair, load_pair
-
-    path = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
-    tokenizer = load_tokenizer(path)
-    digest = vocabulary_sha256(tokenizer)
-    pairs: list[tuple[Experts, float]] = []
-    longest, takedowns = None, None
-    if sources.retain is not None or sources.forget is not None:
-        experts, longest = _load_pair(sources, path, tokenizer)
-        pairs.append((experts, 1.0))
-    if sources.ngram is not None:
-        folder = Path(sources.ngram).expanduser()
-        check_tokenizer(folder, describe_pair(folder)["tokenizer"], digest)
-        pairs.append((load_pair(folder), sources.ngram_weight))
-    if sources.registry is not None:
-        folder = Path(sources.registry).expanduser()
-        takedowns = TakedownCorrection(folder)
-        check_tokenizer(folder, takedowns.tokenizer_sha256, digest)
-    if pairs:
-        experts = pairs[0][0] if len(pairs) == 1 and pairs[0][1] == 1 else CombinedExperts(pairs)
-    elif takedowns is not None:
-        experts = NoExperts(takedowns.vocab_size)
-    else:
-        raise UsageError(
-            "nothing would steer the target: give a bundle, --retain-auxiliary and --forget-auxiliary, --ngram or "
-            "--registry"
-        )
-    width = sources.vocab_size or min(part.vocab_size for part in (experts, takedowns) if part is not None)
-    return LoadedExperts(tokenizer, experts, takedowns, _find_eos_token_ids(path, tokenizer), longest, width)
-
-
-def source_digests(sources: ExpertSources, loaded: LoadedExperts) -> dict[str, Any]:
+def source_digests(bundle: Bundle, loaded: LoadedExperts) -> dict[str, Any]:
     """Return digests of everything that decides the shift of the logits, for the fingerprint of a run.
 
     The registry's is that of its present state.
     """
-    from divdec.experts.ngram_fit import DESCRIPTION
-
-    tokenizer = CheckpointReference.parse(sources.tokenizer).resolve(Path(), weights=False)
-    auxiliaries = [
-        CheckpointReference.parse(text).resolve(Path(), weights=True)
-        for text in (sources.retain, sources.forget, sources.base)
-        if text is not None
-    ]
     return {
-        **dataclasses.asdict(dataclasses.replace(sources, device="cpu")),
-        "tokenizer files": digests(tokenizer, weights=False),
-        "auxiliaries' files": [digests(folder) for folder in auxiliaries],
-        "ngram files": None if sources.ngram is None else file_sha256(Path(sources.ngram).expanduser() / DESCRIPTION),
-        "registry state": None if loaded.takedowns is None else loaded.takedowns.state_digest(),
+        "parts": bundle_identity(bundle.config),
+        "steering": str(bundle.steering),
+        "tokenizer": digests(bundle.folder, weights=False),
+        "auxiliaries": {part: digests(path) for part, path in bundle.paths.items()},
+        "registry": None if loaded.takedowns is None else loaded.takedowns.state_digest(),
         "end of answers": loaded.eos_token_ids,
     }
 
 
-def _load_pair(
-    sources: ExpertSources, tokenizer_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Experts, int | None]:
-    """Load the auxiliaries, and return them with the most tokens that they can read."""
-    from divdec.bridge.pair import BridgedPair
-    from divdec.experts.adapters import AdapterPair
-    from divdec.experts.neural import NeuralPair
-
-    if sources.retain is None or sources.forget is None:
-        raise UsageError("a pair is made of both: give --retain-auxiliary and --forget-auxiliary")
-    references = [CheckpointReference.parse(text) for text in (sources.retain, sources.forget)]
-    check_different(*references)
-    paths = {
-        name: reference.resolve(Path(), weights=True)
-        for name, reference in zip(("retain", "forget"), references, strict=True)
-    }
-    base = sources.base or (adapter_base(paths["retain"]) if is_adapter(paths["retain"]) else None)
-    checkpoints = paths
-    if base is not None:
-        checkpoints = {"base": CheckpointReference.parse(base).resolve(Path(), weights=True)}
-    for folder in checkpoints.values():
-        check_weights(folder)
-    tokenizers = {name: load_tokenizer(folder) for name, folder in checkpoints.items()}
-    models = [load_model(folder, device_map=sources.device) for folder in checkpoints.values()]
-    pair = NeuralPair(*models) if base is None else AdapterPair.load(models[0], paths["retain"], paths["forget"])
-    if sources.bridge:
-        check_same_vocabulary(tokenizers, checkpoints)
-        bridged = BridgedPair(
-            pair.retain, pair.forget, target_tokenizer=tokenizer, auxiliary_tokenizer=next(iter(tokenizers.values())),
-            target_width=len(tokenizer),
-        )  # fmt: skip
-        return bridged, None
-    check_same_vocabulary({"provider": tokenizer, **tokenizers}, {"provider": tokenizer_path, **checkpoints})
-    limits = [getattr(model.config, "max_position_embeddings", None) for model in models]
-    return pair, min((limit for limit in limits if limit), default=None)
+def _resolve(name: str, *, weights: bool) -> Path:
+    return CheckpointReference.parse(name).resolve(Path(), weights=weights)
 
 
 def _find_eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -60,6 +60,20 @@ class RemoteAnswer:
         """Number of tokens that are proved to be the steered model's."""
         return sum(choice.exact for choice in self.choices)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values; a gap without a bound is None, because JSON has no infinity."""
+        tokens = [
+            {
+                "id": choice.token,
+                "gap": choice.gap if math.isfinite(choice.gap) else None,
+                "total_variation": choice.total_variation,
+            }
+            for choice in self.choices
+        ]
+        return {
+            "text": self.text, "finish_reason": self.finish_reason, "tokens": tokens, "exact_tokens": self.exact_tokens,
+        }  # fmt: skip
+
 
 class RemoteTarget:
     """A provider's model, steered by experts and a rule. Threads may share it.
@@ -90,8 +104,7 @@ class RemoteTarget:
             raise UsageError(f"{ending} needs the target's logits, which an API does not give; use {other}")
         check_rule(steering, experts.experts)
         steering.check_vocabulary(experts.vocab_size)
-        first, *others = experts.eos_token_ids
-        self.completions = Completions(endpoint, experts.tokenizer, first, experts.vocab_size, extra, others)
+        self.completions = Completions(endpoint, experts.tokenizer, experts.eos_token_ids, experts.vocab_size, extra)
         self.steering, self.settings = steering, settings or RemoteSettings()
         self.choices: list[ChosenToken] = []
         self.capabilities: ProviderCapabilities | None = None
@@ -173,6 +186,21 @@ class RemoteTarget:
         """Return `context.logit_shift`, computed by one thread at a time: experts are not thread-safe."""
         with self._lock:
             return context.logit_shift(ids, last)
+
+    def usage_text(self) -> str:
+        """Describe requests, tokens and the exactness of all answers so far in a line."""
+        counts, choices = self.completions.usage, self.choices
+        repeated = f", {counts.retries} of them repeated" if counts.retries else ""
+        exact = sum(choice.exact for choice in choices)
+        line = (
+            f"{len(choices)} tokens by {counts.requests} requests{repeated} ({counts.prompt_tokens} prompt tokens, "
+            f"{counts.answer_tokens} answer tokens); {exact} proved to be the steered model's"
+        )
+        if exact < len(choices):
+            gap, distance = (max(getattr(choice, name) for choice in choices) for name in ("gap", "total_variation"))
+            bound = f"at most {gap:.3g} nats" if math.isfinite(gap) else "by an unknown number of nats"
+            line += f"; the others {bound} or a total variation of {distance:.3g} off"
+        return line
 
 
 class _Decoder:

@@ -157,7 +157,7 @@ class SpeculativeRequest:
 
     def step(self) -> StepOutput:
         """Draft, verify, and add the accepted tokens."""
-        _follow_registry(self._model, self._cache)
+        self._model.follow_registry(self._cache)
         next(self._steps)
         request = self.requests[0]
         outputs: StepOutput = []
@@ -186,19 +186,12 @@ def _forward(
     keep: int = 1,
 ) -> Float[Tensor, "rows kept vocab"]:
     """Return steered logits from the model's own forward pass."""
-    _follow_registry(model, cache)
+    model.follow_registry(cache)
     device = model.device
     output: Any = model(
         input_ids=input_ids.to(device), attention_mask=mask.to(device), past_key_values=cache, logits_to_keep=keep
     )
     return output.logits
-
-
-def _follow_registry(model: DivergenceForCausalLM, cache: DivergenceCache) -> None:
-    """Apply the current takedown requests to the next forward pass."""
-    if model.takedowns is not None:
-        assert cache.takedowns is not None
-        model.takedowns.begin(cache.takedowns)
 
 
 def _sample(requests: Sequence[Request], logits: Float[Tensor, "rows vocab"]) -> StepOutput:

@@ -18,11 +18,11 @@ from transformers import Cache
 
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts, mean_difference
+from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, masked
 from divdec.takedowns.canonical import WINDOW, CanonicalReader
-from divdec.takedowns.counts import extended, sum_counts
+from divdec.takedowns.counts import extended
 from divdec.takedowns.store import RETAIN, State, Store
 
 
@@ -168,22 +168,6 @@ class TakedownCorrection:
         )
         strength = snapshot.state.strength if self._strength is None else self._strength
         return correction.mul_(strength).view(len(tokens), positions, self.vocab_size)
-
-    def differences(self) -> dict[str, float]:
-        """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
-
-        Raises:
-            FailedClosed: the registry is damaged.
-        """
-        with self._store.read() as connection:
-            state = self._store.read_state(connection)
-            if (pair := self.snapshot().pair) is None:
-                return {}
-            q, p = pair.retain.counts, pair.forget.counts
-            return {
-                entry.id: mean_difference(q, p, sum_counts([counts], self.vocab_size))
-                for entry, counts, _ in self._store.read_counts(connection, state)
-            }
 
     def _changed(self) -> bool:
         """Whether a writer committed a change, or the file was changed or replaced in any other way."""

@@ -18,6 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from divdec.checkpoint import (
+    CheckpointReference,
+    load_config,
+    load_tokenizer,
+    vocabulary_sha256,
+    vocabulary_width,
+)
 from divdec.data.records import RecordSet
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
@@ -25,7 +32,7 @@ from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCoun
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.canonical import CanonicalReader
-from divdec.takedowns.counts import PackedCounts, find_retained_passages
+from divdec.takedowns.counts import PackedCounts, find_retained_passages, sum_counts
 from divdec.takedowns.store import (
     DATABASE,
     FORMAT,
@@ -94,18 +101,16 @@ class Registry:
         Raises:
             UsageError: the folder is in use, the checkpoint has no tokenizer, or there is nothing to count.
         """
-        from divdec import checkpoint as files  # loads torch, which adding and listing requests do not need
-
         check_order(order)
         event = _strength_event(strength)
         folder = Path(folder).expanduser()
-        reference = files.CheckpointReference.parse(str(checkpoint))
+        reference = CheckpointReference.parse(str(checkpoint))
         checkpoint = reference.resolve(Path(), weights=False)
-        tokenizer, vocab_size = files.load_tokenizer(checkpoint), files.vocabulary_width(files.load_config(checkpoint))
+        tokenizer, vocab_size = load_tokenizer(checkpoint), vocabulary_width(load_config(checkpoint))
         if reference.folder is not None:  # relative, so that both can be moved together, unless given as absolute
             absolute = Path(reference.folder).is_absolute()
             path = str(checkpoint) if absolute else os.path.relpath(checkpoint, folder.resolve())
-            reference = files.CheckpointReference(folder=path)
+            reference = CheckpointReference(folder=path)
         if (folder / DATABASE).exists():
             raise UsageError(
                 f"{folder} is a registry already; add requests to it (divdec takedown add), or give another name"
@@ -115,7 +120,7 @@ class Registry:
         with output_folder(folder) as temporary:
             registry_id = secrets.token_hex(16)
             keys = create_keys(temporary, registry_id)
-            sha256 = files.vocabulary_sha256(tokenizer)
+            sha256 = vocabulary_sha256(tokenizer)
             (temporary / RETAIN).mkdir()
             fit(
                 CanonicalReader(tokenizer, vocab_size).documents(retain), vocab_size, temporary / RETAIN,
@@ -151,8 +156,6 @@ class Registry:
         Raises:
             UsageError: it does not exist.
         """
-        from divdec.checkpoint import CheckpointReference  # loads torch
-
         if path_or_id is not None:
             return CheckpointReference.parse(path_or_id).resolve(Path(), weights=True)
         reference = CheckpointReference.from_dict(self.description["target"], "target")
@@ -298,7 +301,16 @@ class Registry:
         """
         from divdec.takedowns.correction import TakedownCorrection  # loads torch, which other actions do not need
 
-        return TakedownCorrection(self.folder).differences()
+        takedowns = TakedownCorrection(self.folder)
+        with self._store.read() as connection:
+            state = self._store.read_state(connection)
+            if (pair := takedowns.snapshot().pair) is None:
+                return {}
+            q, p = pair.retain.counts, pair.forget.counts
+            return {
+                entry.id: mean_difference(q, p, sum_counts([counts], self.vocab_size))
+                for entry, counts, _ in self._store.read_counts(connection, state)
+            }
 
     def verify(self) -> list[str]:
         """Check the registry and the requests in force; return one line for each problem."""

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from divdec.checkpoint import load_tokenizer
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256
@@ -349,8 +350,6 @@ class Store:
             raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
         if self.description.get("plain_tokenizer") is True:
             return load_plain_tokenizer(self.folder / TOKENIZER)
-        from divdec.checkpoint import load_tokenizer  # loads torch
-
         return load_tokenizer(self.folder / TOKENIZER)
 
     def changed_tokenizer_files(self) -> list[Path]:

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from divdec.endpoint import Endpoint
-from divdec.remote.experts import load_experts, sources_from_bundle
+from divdec.model.loading import Bundle
+from divdec.remote.experts import LoadedExperts
 from divdec.remote.settings import RemoteSettings
 from divdec.remote.target import RemoteTarget
 from divdec.steering import Steering
@@ -59,7 +60,7 @@ def test_greedy_output_matches_local_model(url, bundle, prompts, monkeypatch, st
     monkeypatch.setitem(os.environ, "DIVDEC_TEST_KEY", KEY)
     reference = Reference(bundle)
     reference.model.steering = steering
-    experts = load_experts(sources_from_bundle(str(bundle))[0])
+    experts = LoadedExperts.load(Bundle.open(bundle, target=False))
     endpoint = Endpoint(url, "plain", "DIVDEC_TEST_KEY")
     with RemoteTarget(endpoint, experts, Steering.parse(steering), RemoteSettings(block=block, tries=60)) as target:
         for ids in prompts[:4]:

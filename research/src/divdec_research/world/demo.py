@@ -16,20 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from divdec.data.records import Message, Record, RecordSet, single_turn
-from divdec.demo.pretrained import console_for, is_demo, reporter, say_where
+from divdec.demo.pretrained import console_for, reporter, say_where
 from divdec.model.bundle import write_bundle
-from divdec.runs import (
-    RECORD,
-    ResultCache,
-    cache_folder,
-    check_output,
-    locked_folder,
-    output_folder,
-    record,
-    versions,
-    write_json,
-    write_text,
-)
+from divdec.runs import ResultCache, RunFolder, cache_folder, output_folder, versions, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.facts import Question, World, WorldSettings, build_world, general_questions, write_tofu
@@ -85,16 +74,17 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         UsageError: the output folder holds something other than an earlier demo.
     """
     output = output or cache_folder() / "demo" / f"seed-{seed}"
-    check_output(output, overwrite=True, ours=is_demo)
-    with locked_folder(output, "demo"):
-        return _run_demo(seed, output, console_for(quiet))
+    settings = {"seed": seed}
+    with RunFolder.open(output, "demo", settings, settings, overwrite=True) as run:
+        result = _run_demo(seed, output, console_for(quiet))
+        run.finish(seconds=result["seconds"])
+    return result
 
 
 def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
     started = time.perf_counter()
     world = build_world(dataclasses.replace(WORLD, seed=seed))
     material, sets, cache = material_of(world), question_sets(world), cache_folder() / "demo"
-    write_json(output / RECORD, record("demo", {"seed": seed}) | {"status": "running"})
     console.print(_introduction(world), highlight=False)
     models = train_all(material, RECIPE, seed, cache / "models", reporter(console))
     results = _measured(cache, models, sets, material)
@@ -130,7 +120,6 @@ def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
         "bundle": str(bundle),
     }
     write_json(output / "result.json", result)
-    write_json(output / RECORD, record("demo", {"seed": seed}, seconds=result["seconds"]))
     say_where(result, output, console)
     return result
 
