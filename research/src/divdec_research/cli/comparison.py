@@ -154,6 +154,4 @@ def _print_bench(result: dict[str, Any], tabulate: Callable[..., Any], output: s
                 f"{numbers['largest_size']:.1%}",
                 highlight=False,
             )
-    if not result["complete"]:
-        console.print("some combinations are not measured; the same command resumes")
     print(f"results: {Path(output).expanduser()}")

@@ -107,8 +107,6 @@ class ImageCheckpoint:
 class ImageConvertSettings(OutputFolder, ImageCheckpoint):
     """How a checkpoint is converted to an image model."""
 
-    names: str | None = None
-    """File with the class names in order, one per line. By default the names are the numbers 0 to 999."""
     heads: int | None = None
     """Number of attention heads, which the weights do not contain. By default the width divided by 64, as in the
     published model."""
