@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from divdec.errors import UsageError
 from divdec.options import (
@@ -126,9 +127,8 @@ class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgu
     """Image model that has never seen the classes to forget, as a reference."""
     count: int = 10
     """Images of each class and setting."""
-    features: str | None = None
-    """Network for Fréchet distances, beside a small classifier trained on the real images: 'efficientnet-lite0', or the
-    folder of an image model of transformers such as DINOv2 or CLIP."""
+    features: Literal["efficientnet-lite0"] | None = None
+    """Network for Fréchet distances, beside a small classifier trained on the real images."""
     judge_url: str | None = None
     """OpenAI-compatible endpoint for vision-language judges, such as http://localhost:8000/v1. Without it, a classifier
     trained on the real images judges the content."""
