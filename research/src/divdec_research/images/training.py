@@ -95,7 +95,7 @@ def train_image_auxiliaries(settings: ImageTrainSettings, report: Callable[[str]
                 # From the trained q, which reduces noise in the divergence of small models.
                 init_forget_from="base" if settings.base is None else "retain",
                 steering=settings.steering,
-                lr=PAPER_SHARE * settings.base_lr,
+                learning_rate=PAPER_SHARE * settings.base_lr,
                 adapters=False,
                 max_length=layout.length + 1,
                 overwrite=settings.overwrite,
@@ -177,6 +177,6 @@ def digest(images: Images) -> str:
 
 @torch.no_grad()
 def encode(images: Images, codec: Codec, batch_size: int = 64, title: str | None = "codes") -> Codes:
-    """Encode all images, batch by batch; see `Codec.encode` for errors."""
+    """Encode all images, batch by batch."""
     batches = images.split(batch_size)
     return torch.cat([codec.encode(batch) for batch in tqdm(batches, desc=title, disable=title is None)])
