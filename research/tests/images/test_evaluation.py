@@ -13,8 +13,8 @@ from divdec.runs import write_bytes
 from divdec.steering import Steering
 from divdec_research.images.demo import digits as demo_digits
 from divdec_research.images.demo import reaches_aims, recommend
-from divdec_research.images.features import EFFICIENTNET
 from divdec_research.images.evaluation import rule_name
+from divdec_research.images.features import EFFICIENTNET
 from divdec_research.images.files import png
 from divdec_research.images.results import SettingResult
 from support.tiny import tiny_model
