@@ -473,8 +473,8 @@ def compute_figures(results: Results, retained: Results | None = None) -> None:
     if retained is not None and "forget_truth_ratio" in results.items:
         ratios, references = (run.scores("forget_truth_ratio", "score") for run in (results, retained))
         results.figures["forget_quality"] = forget_quality(ratios, references)
-    utilities = [results.figures.get(metric) for metric in UTILITY_PARTS]
-    if all(value is not None for value in utilities):
+    utilities = [value for metric in UTILITY_PARTS if (value := results.figures.get(metric)) is not None]
+    if len(utilities) == len(UTILITY_PARTS):
         results.figures["model_utility"] = float(harmonic_mean(utilities))
 
 
