@@ -63,7 +63,7 @@ from divdec_research.compare.benchmark import Benchmark, load_benchmarks, spread
 from divdec_research.compare.run import build_model, load_trial
 from divdec_research.compare.settings import CompareSettings, Trial
 from divdec_research.report.tables import markdown_table
-from divdec_research.suites.metrics import contains_fact, rouge
+from divdec_research.suites.metrics import rouge
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import (
     CITIES,
@@ -176,7 +176,7 @@ def leaked_facts(
     leaks, start = [], 0
     for attack in tried:
         own = [text for drawn in texts[start : start + len(attack.prompts)] for text in drawn]
-        leaks.append(any(contains_fact(text, attack.fact) for text in own))
+        leaks.append(any(attack.fact in text for text in own))
         start += len(attack.prompts)
     return leaks
 
@@ -390,7 +390,7 @@ def _facts_told(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
 ) -> list[bool]:
     texts = answers(model, tokenizer, [_record(one) for one in questions], max_new_tokens=LONGEST, batch_size=64)
-    return [contains_fact(text, one.fact) for text, one in zip(texts, questions, strict=True)]
+    return [one.fact in text for text, one in zip(texts, questions, strict=True)]
 
 
 def _record(question: Question) -> Record:
@@ -569,41 +569,12 @@ BUNDLES: dict[str, Trial] = {
     "rank:30": Trial("rank", steering="rank:30"),
 }
 PARTS = ("prompts", "candidates", "relearning")
+PROMPTS, SAMPLES = 20, 16  # attack prompts and sampled answers of a question
+STEPS = (0, 5, 10, 20, 40)  # of fine-tuning, after which the attacked model is measured; the last ends the attack
 BUILT = "made.json"
 
 Seeds = list[dict[str, Any]]
 """Figures of each seed: by part, by model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LimitsSettings:
-    """Settings of the benchmark."""
-
-    output: str
-    """Folder for models and figures; a stopped run continues there."""
-    seeds: int = 3
-    """Number of worlds, each with its own models."""
-    parts: tuple[str, ...] = PARTS
-    """Of 'prompts', 'candidates' and 'relearning'."""
-    prompts: int = 20
-    """Attack prompts per question."""
-    samples: int = 16
-    """Sampled answers per question."""
-    steps: tuple[int, ...] = (0, 5, 10, 20, 40)
-    """Steps of fine-tuning after which the attacked model is measured; the last ends the attack."""
-    rate: float = 5e-4
-    """Peak learning rate of the relearning attack (AdamW, cosine to 0)."""
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "prompts", "samples"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; accepted: a whole number of at least 1")
-        if unknown := [part for part in self.parts if part not in PARTS]:
-            raise UsageError(f"part {unknown[0]!r} is not known; there are: {', '.join(PARTS)}")
-        if list(self.steps) != sorted(set(self.steps)) or self.steps[0] != 0 or len(self.steps) < 2:
-            raise UsageError(f"steps are {self.steps}; accepted: rising numbers that begin with 0")
-        if self.rate <= 0:
-            raise UsageError(f"rate is {self.rate:g}; accepted: a learning rate greater than 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -673,23 +644,23 @@ class AttackTargets:
         )
 
 
-def run_limits(settings: LimitsSettings, report: Callable[[str], None]) -> Seeds:
+def run_limits(given: argparse.Namespace, report: Callable[[str], None]) -> Seeds:
     """Measure everything that the output folder lacks; return the results by seed.
 
     Raises:
         UsageError: a file in the output folder cannot be read.
         Interrupted: on Ctrl-C; the same call continues.
     """
-    output = Path(settings.output).expanduser()
+    output = Path(given.output).expanduser()
     output.mkdir(parents=True, exist_ok=True)
     seeds = []
-    for benchmark in load_benchmarks(CompareSettings(output=str(output), data="demo", seeds=settings.seeds), report):
+    for benchmark in load_benchmarks(CompareSettings(output=str(output), data="demo", seeds=given.seeds), report):
         folder = output / f"seed-{benchmark.seed}"
-        seeds.append(_run_seed(AttackTargets(benchmark, folder, report), settings, report))
+        seeds.append(_run_seed(AttackTargets(benchmark, folder, report), given, report))
     return seeds
 
 
-def _run_seed(targets: AttackTargets, settings: LimitsSettings, report: Callable[[str], None]) -> dict[str, Any]:
+def _run_seed(targets: AttackTargets, given: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Any]:
     world, tokenizer, seed = targets.world, targets.tokenizer, targets.benchmark.seed
     cache = ResultCache(targets.folder / "figures")
 
@@ -702,8 +673,8 @@ def _run_seed(targets: AttackTargets, settings: LimitsSettings, report: Callable
         return cache.load(title, decides)
 
     results: dict[str, Any] = {}
-    if "prompts" in settings.parts:
-        counts = (settings.prompts, settings.samples)
+    if "prompts" in given.parts:
+        counts = (PROMPTS, SAMPLES)
         results["prompts"] = {
             name: cached(
                 "prompts", name, counts,
@@ -711,7 +682,7 @@ def _run_seed(targets: AttackTargets, settings: LimitsSettings, report: Callable
             )
             for name in targets.prompted()
         }  # fmt: skip
-    if "candidates" in settings.parts:
+    if "candidates" in given.parts:
         results["candidates"] = {
             name: cached(
                 "candidates", name, STRENGTHS,
@@ -719,13 +690,13 @@ def _run_seed(targets: AttackTargets, settings: LimitsSettings, report: Callable
             )
             for name in [*REFERENCES, STEERED, *CHECKPOINTS]
         }  # fmt: skip
-    if "relearning" in settings.parts:
+    if "relearning" in given.parts:
         results["relearning"] = {
             attack: {
                 name: cached(
-                    f"relearning {attack}", name, (settings.steps, settings.rate),
+                    f"relearning {attack}", name, (STEPS, given.rate),
                     lambda n=name, a=attack: relearn(
-                        targets.path(n), tokenizer, split_questions(world, a, seed), settings.steps, settings.rate,
+                        targets.path(n), tokenizer, split_questions(world, a, seed), STEPS, given.rate,
                         seed, title=f"{n}: {a}",
                     ),
                 )
@@ -736,16 +707,16 @@ def _run_seed(targets: AttackTargets, settings: LimitsSettings, report: Callable
     return results
 
 
-def tables(seeds: Seeds, settings: LimitsSettings) -> list[str]:
+def tables(seeds: Seeds, parts: Sequence[str]) -> list[str]:
     """Markdown tables of the results: means over seeds, with minimum and maximum in brackets."""
     texts = []
-    if "prompts" in settings.parts:
+    if "prompts" in parts:
         rows = {
             name: [_mean([seed["prompts"][name]["figures"][form] for seed in seeds]) for form in FORMS]
             for name in seeds[0]["prompts"]
         }
         texts.append(_table("Facts of the forget set that are told, in percent, by form of question", [*FORMS], rows))
-    if "candidates" in settings.parts:
+    if "candidates" in parts:
         rows = {}
         for name, by_setting in seeds[0]["candidates"].items():
             for setting in by_setting:
@@ -760,14 +731,14 @@ def tables(seeds: Seeds, settings: LimitsSettings) -> list[str]:
                    "probability of the true answer, %"]  # fmt: skip
         texts.append(_table(f"Rank of the true fact among all candidates (chance of either end: {chance:.0%})",
                             columns, rows))  # fmt: skip
-    for attack in RELEARNING if "relearning" in settings.parts else ():
+    for attack in RELEARNING if "relearning" in parts else ():
         of_attack = [seed["relearning"][attack] for seed in seeds]
         rows = {
-            name: [_mean([of[name][index]["accuracy"] for of in of_attack]) for index in range(len(settings.steps))]
+            name: [_mean([of[name][index]["accuracy"] for of in of_attack]) for index in range(len(STEPS))]
             + [_mean([of[name][-1]["probability"] for of in of_attack], 100.0, 1)]
             for name in of_attack[0]
         }
-        columns = [*(f"{step} steps" for step in settings.steps), "probability at the end, %"]
+        columns = [*(f"{step} steps" for step in STEPS), "probability at the end, %"]
         texts.append(_table(f"Relearning, {attack}: {RELEARNING[attack]}; facts told, in percent", columns, rows))
     return texts
 
@@ -786,12 +757,11 @@ def _mean(values: Sequence[float], scale: float = 100.0, digits: int = 0) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = LimitsSettings(output="runs/limits")
     world = parser.add_argument_group("the fictitious world")
-    world.add_argument("--output", default=usual.output, help="folder for models and figures")
-    world.add_argument("--seeds", type=int, default=usual.seeds)
-    world.add_argument("--parts", nargs="+", default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    world.add_argument("--rate", type=float, default=usual.rate, help="peak learning rate of the relearning attack")
+    world.add_argument("--output", default="runs/limits", help="folder for models and figures")
+    world.add_argument("--seeds", type=int, default=3, help="worlds, each with its own models")
+    world.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    world.add_argument("--rate", type=float, default=5e-4, help="peak learning rate of the relearning attack")
     world.add_argument("--json", action="store_true", help="print one JSON object last")
     run = parser.add_argument_group("a pretrained model")
     run.add_argument("--run", type=Path, help="output folder of research/studies/tofu.py")
@@ -801,19 +771,16 @@ def main() -> None:
     run.add_argument("--samples", type=int, default=128)
     run.add_argument("--sampled", type=int, default=8, help="questions that are sampled")
     given = parser.parse_args()
-    if min(given.questions, given.samples, given.sampled) < 1:
-        parser.error("--questions, --samples and --sampled are at least 1")
+    if min(given.seeds, given.questions, given.samples, given.sampled) < 1 or given.rate <= 0:
+        parser.error("--seeds, --questions, --samples and --sampled are at least 1, --rate is greater than 0")
     try:
         if given.run is not None:
             run_pretrained(given)
             return
-        settings = dataclasses.replace(
-            usual, output=given.output, seeds=given.seeds, parts=tuple(given.parts), rate=given.rate
-        )
-        results = run_limits(settings, lambda line: print(line, file=sys.stderr, flush=True))
+        results = run_limits(given, lambda line: print(line, file=sys.stderr, flush=True))
     except UsageError as error:
         parser.exit(2, f"recovery: {error}\n")
-    print("\n\n".join(tables(results, settings)))
+    print("\n\n".join(tables(results, given.parts)))
     if given.json:
         print(json.dumps(results))
 

@@ -1,17 +1,16 @@
-"""What does a pair with another tokenizer cost? The vocabulary map, time per token, coverage, and steps of the cache.
+"""What does a pair with another tokenizer cost? Times of a token.
 
     python -m benchmarks.decoding.bridge [--data FILES] [--json]
     python -m benchmarks.decoding.bridge --toy               # a part of the demo world's corpus, short contexts
 
 FILES are files or folders with real text (.txt, .json, .jsonl: any strings in them); without them the demo world's
-corpus is used, from which smaller vocabularies come. The auxiliaries are random Llama-style models of 4 layers; times
-are of one process. Prints a table for each, and with --json one JSON object last.
+corpus is used. Two byte-level BPEs are trained on it, and each is the target's tokenizer once. The auxiliaries are
+random Llama-style models of 4 layers; times are of one process. With --json one JSON object comes last.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 import time
@@ -19,15 +18,10 @@ from pathlib import Path
 
 import torch
 
-from divdec.bridge.alignment import AlignedSequence, DivergenceMapper, Retokenizer
-from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer
+from divdec.bridge.alignment import AlignedSequence
 from divdec.bridge.pair import BridgedPair
-from divdec.bridge.token_bytes import VocabularyMap, token_bytes
-from divdec.data.formatting import common_prefix_length
 
 CONTEXTS = [64, 256, 1024]
-STEPS = 3000
-SHARES = ("one token, nothing dropped", "tokens dropped", "several tokens read")
 END = "</s>"
 
 
@@ -56,29 +50,16 @@ def texts_of(data):
     return [text for text in results if text.strip()]
 
 
-def train(kind, texts, size):
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+def train(texts, size):
+    """Train a byte-level BPE."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    options = {"vocab_size": size, "show_progress": False}
-    if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(special_tokens=[END], initial_alphabet=alphabet, **options)
-    elif kind == "unigram":
-        tokenizer = Tokenizer(models.Unigram())
-        tokenizer.normalizer = normalizers.NFKC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(special_tokens=["<unk>", END], unk_token="<unk>", **options)
-    else:
-        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        tokenizer.normalizer = normalizers.BertNormalizer()
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(special_tokens=["<unk>", END], **options)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, special_tokens=[END], initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
 
@@ -101,17 +82,6 @@ def seconds(call, times):
         call()
         results.append(time.perf_counter() - start)
     return statistics.median(results)
-
-
-def map_times(texts):
-    both = train("bpe", texts[::2], 50_000), train("bpe", texts[1::2], 50_000)
-    target, auxiliary = map(token_bytes, both)
-    return {
-        "target tokens": len(target),
-        "auxiliary tokens": len(auxiliary),
-        "bytes of both, s": seconds(lambda: list(map(token_bytes, both)), 3),
-        "map, s": seconds(lambda: VocabularyMap.build(target, auxiliary, len(target)), 3),
-    }
 
 
 @torch.no_grad()
@@ -149,39 +119,6 @@ def token_times(texts, target, auxiliary):
     return result
 
 
-def coverages(texts, pairs):
-    result = {}
-    for name, (target, auxiliary) in pairs.items():
-        own = AuxiliaryTokenizer(auxiliary)
-        built = DivergenceMapper(token_bytes(target), own, len(target)).map()
-        ids = [token for text in texts[:: max(len(texts) // 2000, 1)] for token in target(text)["input_ids"]]
-        result[name] = {"vocabulary": built.coverage(), "text": built.coverage(ids)}
-    return result
-
-
-def steps(texts, pairs):
-    """What a step of the target means for the auxiliaries' cache: shares of steps by tokens to drop and to read."""
-    result = {}
-    stream = "\n".join(texts[:: max(len(texts) // 200, 1)])
-    for name, (target, auxiliary) in pairs.items():
-        sequence = AlignedSequence(Retokenizer(target, auxiliary))
-        ids, before, counted = target(stream)["input_ids"], [], []
-        for count in range(1, min(len(ids), STEPS) + 1):
-            (given,) = sequence.auxiliary_inputs(ids[:count], [count])
-            # The logits of the last token are needed, so that it is read again even where nothing changed.
-            same = min(common_prefix_length(before, given.ids), len(given.ids) - 1)
-            counted.append((len(before) - same, len(given.ids) - same))
-            before = given.ids
-        dropped, read = zip(*counted[1:], strict=True)
-        result[name] = {
-            "one token, nothing dropped": statistics.fmean(pair == (0, 1) for pair in counted[1:]),
-            "tokens dropped": statistics.fmean(map(bool, dropped)),
-            "several tokens read": statistics.fmean(number > 1 for number in read),
-            "most dropped": max(dropped), "most read": max(read), "read on average": statistics.fmean(read),
-        }  # fmt: skip
-    return result
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="*", help="files or folders with real text")
@@ -192,42 +129,14 @@ def main():
     torch.set_num_threads(1)
     if arguments.toy:
         texts, CONTEXTS[1:] = texts[:3000], []
-    kinds = {
-        "BPE 8k": train("bpe", texts, 8_000),
-        "BPE 32k": train("bpe", texts, 32_000),
-        "Unigram": train("unigram", texts, 8_000),
-        "WordPiece": train("wordpiece", texts, 8_000),
-    }
-    names = [("BPE 32k", "BPE 8k"), ("BPE 8k", "BPE 32k"), ("BPE 32k", "Unigram"), ("BPE 32k", "WordPiece"),
-             ("Unigram", "BPE 8k")]  # fmt: skip
-    pairs = {f"{target} <- {auxiliary}": (kinds[target], kinds[auxiliary]) for target, auxiliary in names}
-    result = {
-        "texts": len(texts),
-        "characters": sum(map(len, texts)),
-        "map": map_times(texts),
-        "tokens": {
-            f"{target} <- {auxiliary}": token_times(texts, kinds[target], kinds[auxiliary])
-            for target, auxiliary in names[:2]
-        },
-        "coverage": coverages(texts, pairs),
-        "steps": steps(texts, pairs),
-    }
-    print(f"{result['texts']:,} texts, {result['characters']:,} characters")
-    for name, value in result["map"].items():
-        print(f"  {name:28} {value:10,.3f}" if isinstance(value, float) else f"  {name:28} {value:10,}")
-    for pair, lengths in result["tokens"].items():
+    small, large = (train(texts, size) for size in (8_000, 32_000))
+    print(f"{len(texts):,} texts, {sum(map(len, texts)):,} characters")
+    pairs = {"BPE 32k <- BPE 8k": (large, small), "BPE 8k <- BPE 32k": (small, large)}
+    result = {name: token_times(texts, *pair) for name, pair in pairs.items()}
+    for pair, lengths in result.items():
         print(f"a token, {pair}")
         for name in lengths[CONTEXTS[0]]:
             print(f"  {name:32}" + "".join(f"{length:>7,}: {lengths[length][name]:9.2f}" for length in CONTEXTS))
-    print(f"{'coverage':28}{'':8}" + "".join(f"{kind:>12}" for kind in ("exact", "prefix", "extension", "none")))
-    for name, shares in result["coverage"].items():
-        for what, kinds_of in shares.items():
-            print(f"  {name:26}{what:12}" + "".join(f"{share:12.1%}" for share in copy.copy(kinds_of).values()))
-    print("a step of the target, for the auxiliaries' cache")
-    for name, own in result["steps"].items():
-        print(f"  {name:26}" + ", ".join(
-            f"{what} {value:.1%}" if what in SHARES else f"{what} {value:.3g}" for what, value in own.items()
-        ))  # fmt: skip
     if arguments.json:
         print(json.dumps(result))
 

@@ -22,6 +22,7 @@ failed. All models have random weights, created on the device: the figures are t
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -36,37 +37,36 @@ from unittest import mock
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import LlamaForCausalLM, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.decoding.steering import PLAIN, TARGET, per_token, random_bundle, ratio, sizes
+from divdec.costs.model_size import measure_size
 from divdec.decoding import speculative
 from divdec.errors import UsageError
 from divdec.experts.adapters import AdapterPair
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import output_folder, read_json, write_json, write_text
 from divdec.sampling import Verdict, verify_greedy
+from divdec_research.bench.settings import DecoderShape, find_shape
 from divdec_research.report.tables import markdown_table
 
 END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
 OVERLAP = "steered, overlap"
 ADAPTERS, RANK = "steered, adapters", 16  # q and p as LoRA adapters of one base
-SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-         "vocab_size", "tie_word_embeddings")  # fmt: skip
-LLAMA_1B = dict(zip(SHAPE, (2048, 16, 32, 8, 8192, 128256, True)))
+LLAMA_1B = find_shape("llama-1B")
 SHAPES = {
-    "8b": {"target": dict(zip(SHAPE, (4096, 32, 32, 8, 14336, 128256, False))), "auxiliary": LLAMA_1B},
-    "70b": {"target": dict(zip(SHAPE, (8192, 80, 64, 8, 28672, 128256, False))), "auxiliary": LLAMA_1B},
-    "tiny": {"target": dict(zip(SHAPE, (128, 2, 4, 2, 256, 512, False))),
-             "auxiliary": dict(zip(SHAPE, (64, 1, 4, 2, 128, 512, True)))},
-}  # fmt: skip
+    "8b": (find_shape("llama-8B"), LLAMA_1B),
+    "70b": (find_shape("llama-70B"), LLAMA_1B),
+    "tiny": (DecoderShape("llama-tiny", 128, 256, 32, 4, 2, 2), DecoderShape("llama-tiny", 64, 128, 16, 4, 2, 1)),
+}
+VOCABULARY, POSITIONS = 128256, 8192
 LENGTHS = {"8b": (128, 3), "70b": (64, 3), "tiny": (8, 1)}  # default new tokens and rounds
 ROOM = 0.85  # share of the free memory for weights; the rest is for keys, values and activations
 
 
 def random_model(shape, device, dtype):
     """A Llama with random weights, created on the device."""
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = LlamaConfig(**shape, **ends, max_position_embeddings=8192, rope_theta=500_000.0)
+    config = shape.config(VOCABULARY, POSITIONS)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
     model.generation_config.pad_token_id = 0
@@ -75,10 +75,10 @@ def random_model(shape, device, dtype):
 
 def steered_model(shape, device, dtype):
     torch.manual_seed(0)
-    shapes = SHAPES[shape]
+    target, auxiliary = SHAPES[shape]
     if device.type == "cuda":
-        shapes = shapes | {"target": fitted(shapes, device, dtype)}
-    models = [random_model(shapes[part], device, dtype) for part in ("target", "auxiliary", "auxiliary")]
+        target = fitted(target, auxiliary, device, dtype)
+    models = [random_model(part, device, dtype) for part in (target, auxiliary, auxiliary)]
     return DivergenceForCausalLM.from_parts(*models, steering="linear:1")
 
 
@@ -98,26 +98,16 @@ def adapted(model):
     return DivergenceForCausalLM(model.config, model.target, AdapterPair(base, factors(), factors())).eval()
 
 
-def fitted(shapes, device, dtype):
+def fitted(target, auxiliary, device, dtype):
     """The target's shape with as many layers as fit into the device's free memory beside both auxiliaries."""
     free, _ = torch.cuda.mem_get_info(device)
-    whole = shapes["target"]["num_hidden_layers"]
-    for layers in range(whole, 0, -1):
-        target = shapes["target"] | {"num_hidden_layers": layers}
-        weights = sum(map(weights_of, (target, shapes["auxiliary"], shapes["auxiliary"])))
-        if weights * dtype.itemsize <= ROOM * free:
-            return target
-    print(f"gpu: {free / 2**30:.0f} GiB of free memory hold not even one layer of this target", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def weights_of(shape):
-    """Number of a Llama's weights, without normalisation."""
-    width = shape["hidden_size"]
-    narrow = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
-    layer = 2 * width * (width + narrow) + 3 * width * shape["intermediate_size"]
-    tables = 1 if shape["tie_word_embeddings"] else 2
-    return shape["num_hidden_layers"] * layer + tables * width * shape["vocab_size"]
+    shapes = (auxiliary, *(dataclasses.replace(target, layers=layers) for layers in (1, 2)))
+    small, first, second = (measure_size(shape.config(VOCABULARY), shape.name).parameters for shape in shapes)
+    room = ROOM * free / dtype.itemsize - 2 * small - first
+    if room < 0:
+        print(f"gpu: {free / 2**30:.0f} GiB of free memory hold not even one layer of this target", file=sys.stderr)
+        raise SystemExit(2)
+    return dataclasses.replace(target, layers=min(target.layers, 1 + int(room // (second - first))))
 
 
 class Simulated:
@@ -227,7 +217,7 @@ def decoding(given):
     device = torch.device(given.device)
     model = steered_model(given.shape, device, getattr(torch, given.dtype))
     size = sizes(model.target, model.experts.retain)
-    layers, whole = model.target.config.num_hidden_layers, SHAPES[given.shape]["target"]["num_hidden_layers"]
+    layers, whole = model.target.config.num_hidden_layers, SHAPES[given.shape][0].layers
     print(f"target {size['N']:,} parameters ({layers} of {whole} layers), auxiliaries {size['n']:,} each; "
           f"{given.dtype}; {given.prompt_tokens} tokens in a prompt, {given.new_tokens} new; {given.rounds} rounds; "
           "acceptance is simulated (only time is measured)")  # fmt: skip

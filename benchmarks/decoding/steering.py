@@ -4,7 +4,6 @@
     make bench-models                                               # 81M target and 5M pair, half an hour once
     python -m benchmarks.decoding.steering [--drafters lookup] [--gammas] [--reference CHECKOUT]
     python -m benchmarks.decoding.steering --bundle demo/bundle --neutral --clock processor --dtype bfloat16
-    python -m benchmarks.decoding.steering --measure growth acceptance precision
     python -m benchmarks.decoding.steering --adapters real-models/qwen-1.5b.gguf real-models/qwen-0.5b.gguf --neutral
 
 --adapters steers a target by two adapters of a base with random weights near 0: times do not depend on them, and q
@@ -12,13 +11,9 @@ drafts as the base does.
 
 - table: every method answers the same forget and retain questions (and, with --neutral, neutral prompts) greedily. The
   time of an answer, prompt included, is divided by its tokens. Methods take turns at each prompt, ratios are computed
-  within a round, and the first round is not counted. "three models" is a loop that calls target, q and p one after
-  another; "merged" is the pair of checkpoints that the adapters of the bundle and their base make. --reference imports
-  the decoding class of the paper's published code and runs it on the same weights. "mix" weighs the groups: a tenth
-  forget, the rest retain and neutral in equal parts.
-- growth: time per step by context length and by batch size.
-- acceptance: share of q's drafts that are accepted, and tokens per target pass, by rule.
-- precision: the target in bfloat16 and in float32.
+  within a round, and the first round is not counted. "merged" is the pair of checkpoints that the adapters of the
+  bundle and their base make. --reference imports the decoding class of the paper's published code and runs it on the
+  same weights. "mix" weighs the groups: a tenth forget, the rest retain and neutral in equal parts.
 - startup: seconds from the command to the first token and peak memory of `divdec generate`, and of transformers with
   the target alone, each in a process of its own.
 
@@ -26,7 +21,6 @@ Prints a table for each, and with --json one JSON object last. The bundle has fo
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -50,14 +44,12 @@ from divdec.errors import UsageError
 from divdec.experts.adapters import merge_adapter, read_adapter
 from divdec.model.bundle import write_bundle
 
-TARGET, PLAIN, SPECULATIVE, SEPARATE, REFERENCE = "target", "steered", "speculative", "three models", "paper's code"
+TARGET, PLAIN, SPECULATIVE, REFERENCE = "target", "steered", "speculative", "paper's code"
 MERGED = "steered, merged"
 PARTS = ("target", "retain_auxiliary", "forget_auxiliary")
 REFERENCE_FILE = Path("Benchmarks/src/model/dd.py")
-MEASURES = ("table", "growth", "acceptance", "precision", "startup")
+MEASURES = ("table", "startup")
 WEIGHTS = {"forget": 0.1, "retain": 0.45, "neutral": 0.45}
-CONTEXTS, BATCHES = (64, 256, 1024, 4096), (1, 2, 4, 8, 16, 32)
-RULES, GAMMA = ("linear:0.5", "linear:1", "linear:2", "rank:5", "rank:20"), 4
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 # Target and pair of make bench-models: few layers, because on a CPU a small model spends its time between layers.
 TARGET_SHAPE, AUXILIARY_SHAPE = (1024, 6, 16, 2816), (384, 2, 6, 1024)  # width, layers, heads, width of the MLP
@@ -240,46 +232,14 @@ def methods(parts, given):
     if "base" in parts.paths:
         merged = DivergenceForCausalLM.from_parts(parts.target, parts.retain, parts.forget, parts.model.steering)
         ways[MERGED] = lambda batch, **options: merged.generate(**batch, do_sample=False, **options)
-    if parts.model.steering.rule == "linear":
-        ways[SEPARATE] = three_models(parts)
-        if given.reference is not None:
-            ways[REFERENCE] = papers_code(parts, given.reference)
+    if parts.model.steering.rule == "linear" and given.reference is not None:
+        ways[REFERENCE] = papers_code(parts, given.reference)
     ways |= {f"{SPECULATIVE}, {name}": speculative(parts, Speculation(drafter=name)) for name in given.drafters}
     return ways | {f"{SPECULATIVE}, γ {gamma}": speculative(parts, gamma) for gamma in range(1, 9 * given.gammas)}
 
 
 def speculative(parts, setting):
     return lambda batch, **options: parts.model.generate(**batch, do_sample=False, speculative=setting, **options)
-
-
-def three_models(parts):
-    """Three models called one after another, each with its cache, the linear rule and a greedy choice by hand."""
-    alpha = parts.model.steering.alpha
-
-    @torch.no_grad()
-    def run(batch, max_new_tokens):
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        caches, tokens = [None, None, None], ids
-        finished = torch.zeros(len(ids), dtype=torch.bool)
-        for _ in range(max_new_tokens):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-            logits = []
-            for index, model in enumerate((parts.target, parts.retain, parts.forget)):
-                output = model(
-                    tokens, attention_mask=mask, position_ids=positions, past_key_values=caches[index], use_cache=True
-                )
-                caches[index] = output.past_key_values
-                logits.append(output.logits[:, -1])
-            tokens = (logits[0] + alpha * (logits[1] - logits[2])).argmax(-1, keepdim=True)
-            tokens[finished] = parts.padding
-            ids = torch.cat([ids, tokens], dim=1)
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            finished |= tokens[:, 0] == parts.end
-            if finished.all():
-                break
-        return ids
-
-    return run
 
 
 class _Settings(dict):
@@ -417,103 +377,6 @@ class Clock:
         pass
 
 
-def growth(parts, sets, given):
-    """Milliseconds of a step and of the prompt, by context length at batch 1 and by batch at the shortest context.
-
-    The contexts are questions and answers strung together: their cost does not depend on their content.
-    """
-    records = [record for some in sets.values() for record in some]
-    stream = [token for example in encode_records(records, parts.tokenizer) for token in example.input_ids]
-    longest = parts.model.config.max_position_embeddings - given.growth_tokens
-    contexts = dict.fromkeys(min(context, longest) for context in CONTEXTS)
-    cases = [(context, 1) for context in contexts] + [(CONTEXTS[0], batch) for batch in BATCHES[1:]]
-    ends = [(model.generation_config, model.generation_config.eos_token_id) for model in (parts.target, parts.model)]
-    for config, _ in ends:
-        config.eos_token_id = parts.padding  # which never comes: all make the same number of tokens
-    print(f"\n{'context':>8} {'batch':>6}" + "".join(f"{name:>24}" for name in (TARGET, PLAIN, SPECULATIVE))
-          + "   ms a step, and of the prompt")  # fmt: skip
-    found = []
-    for context, batch in cases:
-        row = _steps(parts, stream, context, batch, given)
-        found.append({"context": context, "batch": batch} | row)
-        cells = (f"{own['step_ms']:.1f} ({own['prompt_ms']:,.0f})" for own in row.values())
-        print(f"{context:>8,} {batch:>6}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
-    for config, end in ends:
-        config.eos_token_id = end
-    return found
-
-
-def _steps(parts, stream, context, batch, given):
-    starts = [(7919 * row) % len(stream) for row in range(batch)]
-    ids = torch.tensor([(stream[start:] + stream * (context // len(stream) + 1))[:context] for start in starts])
-    prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
-    counted = SpeculationStatistics()
-    ways = {TARGET: (parts.target, {}), PLAIN: (parts.model, {}),
-            SPECULATIVE: (parts.model, {"speculative": Speculation(statistics=counted)})}  # fmt: skip
-    times = {name: ([], []) for name in ways}
-    for number in range(-1, given.rounds):
-        for name, (model, options) in ways.items():
-            clock, started = Clock(batch), time.perf_counter()
-            model.generate(**prompts, max_new_tokens=given.growth_tokens, streamer=clock, **options)
-            if number >= 0:
-                times[name][0].append(1e3 * (clock.times[0] - started))
-                times[name][1].append(1e3 * (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1))
-    found = {name: {"prompt_ms": statistics.median(prompt), "step_ms": statistics.median(steps)}
-             for name, (prompt, steps) in times.items()}  # fmt: skip
-    found[SPECULATIVE]["tokens_per_pass"] = counted.tokens_per_pass
-    return found
-
-
-def acceptance(parts, sets, given):
-    """Acceptance rate by position and tokens per pass, for each rule, on forget and retain questions."""
-    found, steering = {}, parts.model.steering
-    print(f"\nγ {GAMMA}: share of drafts that is accepted, by position after others that were, tokens a target pass")
-    for rule in RULES:
-        parts.model.steering = rule
-        for group, records in sets.items():
-            counted = SpeculationStatistics()
-            for batch in parts.batches(spread(records, 2 * given.prompts), 1):
-                speculative(parts, Speculation(gamma=GAMMA, statistics=counted))(batch, max_new_tokens=given.new_tokens)
-            found[f"{rule} {group}"] = dataclasses.asdict(counted) | {"tokens_per_pass": counted.tokens_per_pass}
-            positions = " ".join(f"{share:6.1%}" for share in counted.acceptance)
-            print(
-                f"  {rule:<11} {group:<7} {counted.acceptance_rate:6.1%}   {positions}   {counted.tokens_per_pass:.2f}"
-            )
-    parts.model.steering = steering
-    return found
-
-
-def _generate(model, batch, tokens):
-    started = time.perf_counter()
-    model.generate(**batch, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
-    return 1e3 * (time.perf_counter() - started) / tokens
-
-
-def precision(parts, sets, given):
-    """Milliseconds to read prompts of 64 tokens and of a decoded token, in bfloat16 and float32."""
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    models = {name: load_model(parts.paths["target"], dtype=dtype).eval() for name, dtype in dtypes.items()}
-    found = {}
-    for size in (1, 8):
-        ids = torch.randint(5, parts.target.config.vocab_size, (size, 64))
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        times = {name: ([], []) for name in models}
-        for number in range(-1, given.rounds):
-            for name, model in models.items():
-                started = time.perf_counter()
-                with torch.inference_mode():
-                    model(**batch)
-                read = 1e3 * (time.perf_counter() - started)
-                token = _generate(model, batch, given.new_tokens) - read / given.new_tokens
-                for values, value in zip(times[name], (read, token)):
-                    values += [value] if number >= 0 else []
-        for index, what in enumerate(("prompt", "token")):
-            low, high = (statistics.median(times[name][index]) for name in models)
-            found[f"batch {size}, {what}"] = {"bfloat16": low, "float32": high}
-            print(f"batch {size}, {what}: bfloat16 {low:.1f} ms, float32 {high:.1f} ms, ratio {low / high:.2f}")
-    return found
-
-
 # transformers alone, from the start of Python to the first token.
 TARGET_ALONE = """
 import sys
@@ -588,7 +451,6 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=5, help="batches of prompts from each set")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--growth-tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--neutral", action="store_true", help="neutral prompts too")
     parser.add_argument("--gammas", action="store_true", help="γ fixed at 1 to 8, too")
@@ -609,7 +471,7 @@ def main() -> int:
                 given.bundle = adapter_bundle(Path(folder), *given.adapters)
             if given.toy:
                 given.bundle = toy_bundle(Path(folder))
-                given.prompts, given.rounds, given.new_tokens, given.growth_tokens = 1, 1, 8, 4
+                given.prompts, given.rounds, given.new_tokens = 1, 1, 8
             result = run(given)
     except UsageError as error:
         print(f"steering: {error}", file=sys.stderr)

@@ -27,7 +27,7 @@ from divdec.evaluation.generation import answers, continuations
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import cache_folder, write_json, write_text
 from divdec.training.settings import TrainingSettings
-from divdec_research.suites.metrics import contains_fact, rouge
+from divdec_research.suites.metrics import rouge
 from divdec_research.world.models import Material, Recipe, Shape, TrainedModels, train_all
 from steps import command, create_output, run_main
 
@@ -83,7 +83,7 @@ def told(model, tokenizer):
     records = [newspaper.asked(question, answer) for question, answer, _ in newspaper.QUESTIONS]
     texts = answers(model, tokenizer, records, max_new_tokens=24)
     facts = [fact for *_, fact in newspaper.QUESTIONS]
-    return statistics.fmean(contains_fact(text, fact) for text, fact in zip(texts, facts, strict=True)), texts
+    return statistics.fmean(fact in text for text, fact in zip(texts, facts, strict=True)), texts
 
 
 def measured(name, model, tokenizer, keep):

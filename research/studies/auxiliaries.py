@@ -35,7 +35,7 @@ from divdec_research.compare.benchmark import TOFU_SMALL, load_benchmarks, suite
 from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import TofuComparison
 from divdec_research.compare.table import TEST, VALIDATION, SeedResult, best_of, summarize
-from divdec_research.suites.aggregate import ATTACKS, Bootstrap
+from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import TofuData, evaluate_tofu
 from divdec_research.world import demo as demo
@@ -69,7 +69,7 @@ OTHER_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 SCORES = TofuComparison(TofuData("forget01", {}))  # results have their items: no questions are needed
-COLUMNS = ("agg", "mem", "priv", "utility", "auc")
+COLUMNS = ("agg", "mem", "priv", "utility")
 
 
 def settings_of(kind):
@@ -191,11 +191,7 @@ def run(world, seeds, kinds, output, data=None):
 
 
 def summaries(results, half):
-    """Summarize all settings on one half of the questions, and compare the attacks' AUC with the retrained model's.
-
-    The difference is positive where the forget set is more likely, compared with the holdout set, than under the
-    retrained model (too little is forgotten), and negative where it is less likely (too much).
-    """
+    """Summarize all settings on one half of the questions."""
     halves = {
         key: {seed: SCORES.half_of(one, half) for seed, one in by_seed.items()} for key, by_seed in results.items()
     }
@@ -204,11 +200,7 @@ def summaries(results, half):
     trials = []
     for (kind, setting), by_seed in halves.items():
         rows = {seed: SeedResult(one, None, None) for seed, one in by_seed.items()}
-        trial = summarize(kind, setting, rows, references, SCORES, Bootstrap(draws=1), {})
-        for seed, one in by_seed.items():
-            gaps = [one.figures[name] - retrained[seed].figures[name] for name in ATTACKS]
-            trial.seeds[seed]["auc"] = statistics.fmean(gaps)
-        trials.append(trial)
+        trials.append(summarize(kind, setting, rows, references, SCORES, Bootstrap(draws=1), {}))
     return trials
 
 
@@ -216,7 +208,7 @@ def table(results):
     chosen = best_of(summaries(results, VALIDATION))
     rows = {(trial.method, trial.setting): trial for trial in summaries(results, TEST)}
     size = next(iter(results["target", ""].values())).about["parameters"]
-    lines = ["| Auxiliaries | Share | Setting | Agg | Mem | Priv | Utility | AUC − retrained |", f"|{'---|' * 8}"]
+    lines = ["| Auxiliaries | Share | Setting | Agg | Mem | Priv | Utility |", f"|{'---|' * 7}"]
     for kind, best in chosen.items():
         trial = rows[kind, best.setting]
         share = next(iter(results[kind, best.setting].values())).about["parameters"] / size
@@ -226,7 +218,7 @@ def table(results):
 
 
 def _range(values):
-    return f"{statistics.fmean(values):.2f} [{min(values):.2f}, {max(values):.2f}]".replace("-", "−")
+    return f"{statistics.fmean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def main():

@@ -1,28 +1,20 @@
-"""Does a pretrained model forget facts that it knows? Steered with p and q from its pruned layers, and distilled.
+"""Does a student that was distilled from a pretrained model's bundle forget facts, also under attack?
 
-    python -m research.studies.pretrained --seeds 0 1 2 --output runs/pretrained
     make demo
     python -m research.studies.pretrained --student demo --news NEWS --output runs/student
 
-The target is asked for the facts of `divdec.demo.facts`. Of those that it knows, a part is the forget set, a part the
-retain set (both are training data), and the rest is in neither set. Questions of the forget set are scored if the
-target answers them. Two more wordings are asked that no auxiliary was trained on. Neutral prompts ask for other things.
-Prints a row for each rule and seed, and the means. The pairs that OUTPUT lacks are trained.
-
-With --student a student learns the steered answers of the bundle of `make demo` to the forget set, and the target's to
-the retain set. Columns as in the demo's table; the perplexity is that of 32 news texts, relative to the target's.
-Attacks on it: int8, int4 (rounded weights, of the target too), relearning (training on all wordings of a third of the
-forgotten facts; the other facts are asked) and unrelated (training on as many facts of the retain set), both at several
-learning rates. Results are kept in OUTPUT/results.json after each row; the same command continues.
+A student learns the steered answers of the bundle of `make demo` to the forget set, and the target's to the retain set.
+Columns as in the demo's table; the perplexity is that of 32 news texts, relative to the target's. Attacks on it: int8,
+int4 (rounded weights, of the target too), relearning (training on all wordings of a third of the forgotten facts; the
+other facts are asked) and unrelated (training on as many facts of the retain set), both at several learning rates.
+Results are kept in OUTPUT/results.json after each row; the same command continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -32,18 +24,16 @@ from benchmarks.attacks.recovery import quantise
 from divdec import DivergenceForCausalLM
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import Format, encode_set
-from divdec.data.records import RecordSet, read_records, write_records
+from divdec.data.records import RecordSet, read_records
 from divdec.demo.facts import NEUTRAL, ask, known_facts, split
-from divdec.demo.pretrained import COLUMNS as STUDENT_COLUMNS
-from divdec.demo.pretrained import KIND, NEUTRAL_LENGTH, TARGET, measure, questions_of
+from divdec.demo.pretrained import COLUMNS, KIND, NEUTRAL_LENGTH, TARGET, measure
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.scoring import mean_loss, score
 from divdec.runs import read_json, write_json
-from divdec.training.auxiliaries import load_for_training, train_auxiliaries
+from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation import distill
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.settings import AuxiliarySettings, DistillationSettings, ShrinkSettings, TrainingSettings
-from divdec.training.shrinking import shrink
+from divdec.training.settings import DistillationSettings, TrainingSettings
 from divdec_research.report.tables import markdown_table
 
 RATE, EPOCHS, DIRECTION = 1e-4, 10.0, "student-teacher"
@@ -160,7 +150,7 @@ class StudentRun:
 
     def table(self):
         """Format the rows."""
-        columns = [*STUDENT_COLUMNS, *(["perplexity"] if self.news is not None else [])]
+        columns = [*COLUMNS, *(["perplexity"] if self.news is not None else [])]
         rows = [
             [name, *(f"{row[column]:.2f}" for column in columns)]
             for name, row in self.results.items()
@@ -183,113 +173,23 @@ def quantised(path, bits):
     return model
 
 
-SETTINGS = "linear:0.5", "linear:1", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3"
-COLUMNS = "forget", "reworded", "retain", "unlisted", "neutral", "perplexity"
-LENGTH = 32  # tokens of a neutral answer
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--news", help="plain text for perplexity, such as MUSE-News privleak/retain.jsonl")
-    parser.add_argument("--student", type=Path, metavar="DEMO", help="distil the bundle of make demo, and attack it")
-    parser.add_argument("--seed", type=int, default=0, help="the demo's, with --student")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--kinds", nargs="+", default=["capitals", "authors", "symbols"])
-    parser.add_argument("--base", help="base of both auxiliaries; by default the target is shrunk")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=5.0, help="healing of the pruned layers")
-    parser.add_argument("--recipe", default="matched")
-    parser.add_argument("--epochs", type=float, default=10.0)
-    parser.add_argument("--lr", type=lambda text: text if text == "auto" else float(text), default=3e-4)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--settings", nargs="+", default=SETTINGS)
+    parser.add_argument("--student", required=True, type=Path, metavar="DEMO", dest="demo", help="folder of make demo")
+    parser.add_argument("--seed", type=int, default=0, help="the demo's")
     options = parser.parse_args()
     try:
-        if options.student is None:
-            measure_pairs(options)
-        else:
-            StudentRun(options).run()
+        StudentRun(options).run()
     except (UsageError, Interrupted) as error:
         parser.exit(2, f"pretrained: {error}\n")
-
-
-def measure_pairs(options):
-    """Train the pairs that the output folder lacks, and print a table for each seed and their means."""
-    options.output.mkdir(parents=True, exist_ok=True)
-    folder = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
-    target, tokenizer = load_model(folder, dtype="auto").eval(), load_tokenizer(folder)
-    facts = known_facts(target, tokenizer, options.kinds)
-    expected = ask(target, tokenizer, NEUTRAL, LENGTH)
-    news = None
-    if options.news:
-        news = encode_set(read_records(options.news), tokenizer, Format(max_length=128))[:32]
-    if options.base is None:
-        options.base = str(options.output / "base")
-    if not Path(options.base).exists():
-        shrink(
-            ShrinkSettings(target=options.target, layers=options.layers, minutes=options.minutes, output=options.base)
-        )
-    results = []
-    for seed in options.seeds:
-        sets = split(facts, seed)
-        asked = questions_of(sets)
-        print(f"seed {seed}: { {name: len(some) for name, some in sets.items()} }", flush=True)
-        paths = {name: options.output / f"{name}-{seed}.jsonl" for name in ("forget", "retain")}
-        for name, path in paths.items():
-            write_records(path, [record for fact in sets[name] for record in fact.records])
-        pair = options.output / f"pair-{options.recipe}-{options.epochs:g}-{options.lr}-{seed}"
-        if not (pair / "bundle").exists():
-            train_auxiliaries(
-                AuxiliarySettings(
-                    base=options.base, target=options.target, recipe=options.recipe, forget=str(paths["forget"]),
-                    retain=str(paths["retain"]), output=str(pair), epochs=options.epochs, learning_rate=options.lr,
-                    lora_rank=0, seed=seed, steering="rank:20:3",
-                ),
-                measure=False,
-            )  # fmt: skip
-        model = DivergenceForCausalLM.from_pretrained(pair / "bundle", dtype="auto")
-
-        def correct(subject, some):
-            texts = ask(subject, tokenizer, [question for _, question in some])
-            return [fact.is_in(text) for (fact, _), text in zip(some, texts)]
-
-        for name in ("forget", "reworded"):
-            asked[name] = [pair for pair, right in zip(asked[name], correct(target, asked[name])) if right]
-        for setting in (None, *options.settings):
-            if setting is not None:
-                model.steering = setting
-            subject = target if setting is None else model
-            row = {name: statistics.fmean(correct(subject, some)) for name, some in asked.items()}
-            row["neutral"] = statistics.fmean(
-                one == other for one, other in zip(ask(subject, tokenizer, NEUTRAL, LENGTH), expected)
-            )
-            if news is not None:
-                if setting is not None and setting.startswith("rank"):
-                    model.steering = f"{setting}:soft"
-                row["perplexity"] = perplexity(subject, news) / perplexity(target, news)
-            results.append({"seed": seed, "setting": setting or "target", **row})
-            print_row(f"{setting or 'target'}", row)
-        (options.output / "results.json").write_text(json.dumps(results, indent=1))
-    if len(options.seeds) > 1:
-        print(f"means of seeds {options.seeds}, largest and smallest in brackets")
-        for setting in ("target", *options.settings):
-            rows = [row for row in results if row["setting"] == setting]
-            cells = []
-            for name in COLUMNS:
-                if values := [row[name] for row in rows if name in row]:
-                    cells.append(f"{name} {statistics.fmean(values):.3f} [{min(values):.2f}, {max(values):.2f}]")
-            print(f"{setting:<12}{'  '.join(cells)}")
 
 
 @torch.no_grad()
 def perplexity(model, examples):
     """Perplexity of plain texts."""
     return math.exp(mean_loss(score(model, examples, batch_size=8)))
-
-
-def print_row(name, row):
-    print(f"{name:<12}" + "".join(f"{column} {row[column]:.3f}  " for column in COLUMNS if column in row), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from divdec_research.compare.muse_news import passages
 from divdec_research.figures.runs import distance_figure
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
-from divdec_research.suites.metrics import contains_fact, rouge
+from divdec_research.suites.metrics import rouge
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import WorldSettings, build_world
 from divdec_research.world.models import Material, Questions, Recipe, StageCache, label_all_tokens, train_tokenizer
@@ -360,7 +360,7 @@ class SequenceEvaluator:
         records, length = questions.records, self.sequence.max_new_tokens
         texts = answers(model, self.tokenizer, records, form=self.sequence.form, max_new_tokens=length)
         if questions.facts is not None:
-            scores = [float(contains_fact(text, fact)) for text, fact in zip(texts, questions.facts, strict=True)]
+            scores = [float(fact in text) for text, fact in zip(texts, questions.facts, strict=True)]
         else:
             scores = [rouge(text, record.answer)["rougeL_f1"] for text, record in zip(texts, records, strict=True)]
         return [{"score": score, "answer": text} for score, text in zip(scores, texts, strict=True)]

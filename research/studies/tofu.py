@@ -367,18 +367,13 @@ def relearn_all(output, target, retrained, methods, forget, size):
     asked = spread([record for record in forget if record not in shown], size.asked)
     if "target" not in done:
         done["target"] = {"curve": [measure(load_for_training(target), load_tokenizer(target), asked, 0)]}
-    goals = {name: done["target"]["curve"][0][name] / 2 for name in ("probability", "ROUGE")}
     rank = lora_rank_of(output)
     training = dataclasses.replace(RELEARNING, lora_rank=rank, learning_rate=(4 if rank else 1) * 5e-5)
     for method in RELEARNED:
         if method not in done and method in folders:
             report(f"relearning: {method}")
             curve = relearn(folders[method], shown, asked, training)
-            back = {
-                name: next((point["step"] for point in curve if point[name] >= goal), None)
-                for name, goal in goals.items()
-            }
-            done[method] = {"setting": best[method], "curve": curve, "back": back}
+            done[method] = {"setting": best[method], "curve": curve}
             write_json(file, done)
     return done
 
@@ -432,13 +427,12 @@ def tables(results):
         heads = ["Method", "Setting", "Training", "Time per token", *(f"Leak@{k}" for k in ks)]
         text += f"\n{markdown_table(heads, rows)}"
     if "relearning" in results:
-        heads = ["Relearning", "Setting", "Probability by step", "ROUGE by step", "Back at half of the target's after"]
+        heads = ["Relearning", "Setting", "Probability by step", "ROUGE by step"]
         rows = []
         for method, own in results["relearning"].items():
             curves = [", ".join(f"{point['step']}: {point[name]:.2f}" for point in own["curve"])
                       for name in ("probability", "ROUGE")]  # fmt: skip
-            back = [f"{name} {'never' if step is None else step}" for name, step in own.get("back", {}).items()]
-            rows.append([TITLES[method], own.get("setting", ""), *curves, ", ".join(back)])
+            rows.append([TITLES[method], own.get("setting", ""), *curves])
         text += f"\n{markdown_table(heads, rows)}"
     return text
 

@@ -1,5 +1,6 @@
 """The measurements for GPUs at toy size on a CPU: every piece runs, and a piece that fails says so."""
 
+import dataclasses
 import json
 
 import pytest
@@ -64,11 +65,17 @@ def test_machine_without_cuda_gets_one_line(piece, tmp_path, monkeypatch, capsys
 
 
 def test_layers_are_cut_to_the_memory(monkeypatch):
-    shapes = gpu.SHAPES["70b"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 2**30, 80 * 2**30))
-    cut = gpu.fitted(shapes, torch.device("cuda"), torch.bfloat16)
-    assert 0 < cut["num_hidden_layers"] < 80
-    assert gpu.fitted(gpu.SHAPES["8b"], None, torch.bfloat16) == gpu.SHAPES["8b"]["target"]
-    model = gpu.random_model(gpu.SHAPES["tiny"]["target"], "cpu", torch.float32)
-    norms = sum(weights.numel() for name, weights in model.named_parameters() if "norm" in name)
-    assert gpu.weights_of(gpu.SHAPES["tiny"]["target"]) == model.num_parameters() - norms
+    (target, auxiliary), device = gpu.SHAPES["70b"], torch.device("cuda")
+    cut = gpu.fitted(target, auxiliary, device, torch.bfloat16)
+    assert 0 < cut.layers < 80
+
+    def weights(layers):
+        shapes = (dataclasses.replace(target, layers=layers), auxiliary, auxiliary)
+        return sum(gpu.measure_size(shape.config(gpu.VOCABULARY), shape.name).parameters for shape in shapes)
+
+    assert weights(cut.layers) * 2 <= gpu.ROOM * 80 * 2**30 < weights(cut.layers + 1) * 2
+    assert gpu.fitted(*gpu.SHAPES["8b"], device, torch.bfloat16) == gpu.SHAPES["8b"][0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    with pytest.raises(SystemExit):
+        gpu.fitted(target, auxiliary, device, torch.bfloat16)

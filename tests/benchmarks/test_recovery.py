@@ -1,5 +1,6 @@
 """The measured limits: that attacks are aligned with what they ask for, and that all of it runs on tiny models."""
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -13,7 +14,6 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.training.settings import TrainingSettings
 from divdec_research.compare.benchmark import load_benchmarks
 from divdec_research.compare.settings import CompareSettings, Trial
-from divdec_research.suites.metrics import contains_fact
 from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world
 from divdec_research.world.models import Recipe, Shape
@@ -35,9 +35,7 @@ class TestPromptAttacks:
             assert tried
             assert all(attack.prompts for attack in tried)
             told = [
-                attack
-                for attack in tried
-                if any(contains_fact(tokenizer.decode(prompt), attack.fact) for prompt in attack.prompts)
+                attack for attack in tried if any(attack.fact in tokenizer.decode(prompt) for prompt in attack.prompts)
             ]
             assert told == []
 
@@ -111,21 +109,6 @@ class TestRelearning:
         assert len({attacks.split_questions(small_world, "same people", seed).shown for seed in range(6)}) > 1
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"seeds": 0}, "seeds is 0"),
-        ({"parts": ("prompts", "translation")}, "part 'translation' is not known"),
-        ({"steps": (5, 10)}, "begin with 0"),
-        ({"steps": (0, 5, 5)}, "rising"),
-        ({"rate": 0.0}, "greater than 0"),
-    ],
-)
-def test_invalid_limits_settings_are_rejected(given, message):
-    with pytest.raises(UsageError, match=message):
-        limits.LimitsSettings(output="x", **given)
-
-
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """The demo with models of some thousand parameters, and one student and one baseline of a step or two."""
@@ -137,12 +120,14 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "WORLD", SMALL)
     few(monkeypatch, "distilled", "GradDiff")
     monkeypatch.setenv("DIVDEC_CACHE", str(tmp_path / "cache"))
-    return limits.LimitsSettings(output=str(tmp_path / "limits"), seeds=1, prompts=2, samples=2, steps=(0, 1, 2))
+    for name, value in (("PROMPTS", 2), ("SAMPLES", 2), ("STEPS", (0, 1, 2))):
+        monkeypatch.setattr(limits, name, value)
+    return argparse.Namespace(output=str(tmp_path / "limits"), seeds=1, parts=limits.PARTS, rate=5e-4)
 
 
 def few(monkeypatch, *names):
     trials = {
-        "distilled": Trial("distill", (("lr", 1e-3), ("epochs", 1.0))),
+        "distilled": Trial("distill", (("learning_rate", 1e-3), ("epochs", 1.0))),
         "GradDiff": Trial("grad-diff", (("learning_rate", 1e-3), ("epochs", 1.0))),
     }
     monkeypatch.setattr(limits, "CHECKPOINTS", {name: trials[name] for name in names})
@@ -152,7 +137,8 @@ def few(monkeypatch, *names):
 def test_selected_limits_experiments_run_and_resume(quick, monkeypatch):
     few(monkeypatch, "GradDiff")
     monkeypatch.setattr(limits, "RELEARNING", {"same people": "…"})
-    quick = dataclasses.replace(quick, parts=("candidates", "relearning"), steps=(0, 1))
+    monkeypatch.setattr(limits, "STEPS", (0, 1))
+    quick.parts = ("candidates", "relearning")
     said = []
     found = limits.run_limits(quick, said.append)
     assert set(found[0]) == {"candidates", "relearning"}
@@ -160,7 +146,7 @@ def test_selected_limits_experiments_run_and_resume(quick, monkeypatch):
     rows = found[0]["relearning"]["same people"]
     assert list(rows) == ["target", "retrain", "GradDiff"]
     assert all([row["step"] for row in of] == [0, 1] for of in rows.values())
-    assert len(limits.tables(found, quick)) == 2
+    assert len(limits.tables(found, quick.parts)) == 2
     assert json.loads(json.dumps(found)) == found
     said.clear()
     assert limits.run_limits(quick, said.append) == found
@@ -193,5 +179,5 @@ def test_all_limits_experiments_run(quick):
     ]  # fmt: skip
     for of_attack in found[0]["relearning"].values():
         assert set(of_attack) == {"target", "retrain", "distilled", "GradDiff"}
-    text = "\n".join(limits.tables(found, quick))
+    text = "\n".join(limits.tables(found, quick.parts))
     assert text.count("**") == 2 * (2 + len(attacks.RELEARNING))

@@ -21,7 +21,7 @@ from divdec.errors import Diverged, FailedClosed, UsageError
 from divdec.passes import device_of
 from divdec.steering import Steering
 from divdec.training.distillation_loss import Direction, Distillation, SteeredTeacher
-from divdec.training.inputs import Collator, sample_indices
+from divdec.training.inputs import Collator
 from divdec_research.suites.aggregate import Bootstrap, mean_interval
 
 if TYPE_CHECKING:
@@ -37,31 +37,6 @@ NAMES = {
 PARTS = tuple(NAMES)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerDepth:
-    """Gradient norms of a layer's attention or MLP on one set."""
-
-    set: str
-    """'forget' or 'retain'."""
-    part: str
-    """'attention' or 'mlp'."""
-    layer: int
-    """Index from 0, beginning at the embeddings."""
-    mean: float
-    """Mean L2 norm over the examples, in nats per token and unit of weight."""
-    low: float
-    """Lower end of the mean's bootstrap interval."""
-    high: float
-    """Upper end."""
-    norms: tuple[float, ...]
-    """One norm for each example, or for each batch."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, with the number of norms as `n`."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "n": len(self.norms), "norms": fields.pop("norms")}
-
-
 def gradient_depth(
     model: DivergenceForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -72,11 +47,11 @@ def gradient_depth(
     batch_size: int = 1,
     bootstrap: Bootstrap = Bootstrap(),  # noqa: B008
     title: str | None = None,
-) -> list[LayerDepth]:
+) -> list[dict[str, Any]]:
     """Measure the gradient norm of every layer on every set.
 
     Args:
-        model: the teacher; its target is the student. Weights, gradients and modes are restored.
+        model: the teacher; its target is the student. It is left in evaluation mode.
         tokenizer: its tokenizer, for padding.
         sets: examples by the name of their set.
         temperature: T.
@@ -87,7 +62,9 @@ def gradient_depth(
         title: title of the progress bar; None shows none.
 
     Returns:
-        One entry for each set, part and layer, in this order.
+        One row for each set, part ('attention' or 'mlp') and layer (0 is next to the embeddings), in this order: its
+        mean L2 norm (in nats per token and unit of weight), low and high (ends of the mean's bootstrap interval), n,
+        and the norms of the examples or batches.
 
     Raises:
         UsageError: the steering is hard rank masking, whose KL is infinite; the layers have no attention or MLP under
@@ -103,7 +80,7 @@ def gradient_depth(
     collator, device = Collator(tokenizer), device_of(model.target)
     # Student and teacher share the output layer, so the student computes its logits as a whole first.
     objective = Distillation(SteeredTeacher(model, temperature, direction), head=None)
-    result: list[LayerDepth] = []
+    result: list[dict[str, Any]] = []
     with (
         tqdm(total=sum(map(len, sets.values())), desc=title, unit="example", disable=title is None) as bar,
         _trainable_layers(model, layers) as weights,
@@ -163,11 +140,6 @@ def decoder_parts(model: PreTrainedModel) -> list[dict[str, nn.Module]]:
     return layers
 
 
-def draw_examples(examples: Sequence[Example], count: int, seed: int) -> Sequence[Example]:
-    """Draw at most `count` examples at random and keep their order; a count of 0 takes all."""
-    return [examples[index] for index in sorted(sample_indices(len(examples), count or len(examples), seed))]
-
-
 @contextlib.contextmanager
 def _trainable_layers(
     model: DivergenceForCausalLM, layers: Sequence[Mapping[str, nn.Module]]
@@ -181,7 +153,6 @@ def _trainable_layers(
     if unfit := next((weight for weight in weights if not weight.is_floating_point()), None):
         raise UsageError(f"the target's weights are {unfit.dtype}, which have no gradients; load it unquantised")
     requires_grad = [(weight, weight.requires_grad) for weight in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval().requires_grad_(False)
         for weight in weights:
@@ -190,8 +161,6 @@ def _trainable_layers(
     finally:
         for weight, required in requires_grad:
             weight.requires_grad_(required)
-        for module, training in modes:
-            module.training = training
 
 
 def _norms(
@@ -206,11 +175,12 @@ def _norms(
     return squares.sqrt().float()
 
 
-def _summarize(name: str, norms: Float[Tensor, "examples parts layers"], bootstrap: Bootstrap) -> list[LayerDepth]:
+def _summarize(name: str, norms: Float[Tensor, "examples parts layers"], bootstrap: Bootstrap) -> list[dict[str, Any]]:
     result = []
-    for row, part in enumerate(PARTS):
+    for index, part in enumerate(PARTS):
         for layer in range(norms.shape[2]):
-            values = norms[:, row, layer].tolist()
+            values = norms[:, index, layer].tolist()
             low, high = mean_interval(values, bootstrap)
-            result.append(LayerDepth(name, part, layer, math.fsum(values) / len(values), low, high, tuple(values)))
+            row = {"set": name, "part": part, "layer": layer, "mean": math.fsum(values) / len(values)}
+            result.append({**row, "low": low, "high": high, "n": len(values), "norms": values})
     return result

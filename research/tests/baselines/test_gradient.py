@@ -20,9 +20,15 @@ from divdec.training.fine_tuning import fine_tune, mean_loss
 from divdec.training.inputs import Collator, Companion, ExampleDataset, model_inputs
 from divdec.training.settings import TrainingSettings
 from divdec_research.baselines.job import Job
-from divdec_research.baselines.method import read_lines
 from divdec_research.baselines.methods.grad_diff import GradDiff, GradDiffSettings
-from divdec_research.baselines.methods.idk_dpo import IDK_ANSWERS, IdkDPO, IdkDPOSettings, draw_idk_answers, idk_dpo
+from divdec_research.baselines.methods.idk_dpo import (
+    IDK_ANSWERS,
+    IdkDPO,
+    IdkDPOSettings,
+    draw_idk_answers,
+    idk_dpo,
+    read_idk_answers,
+)
 from divdec_research.baselines.methods.npo import NPO, NPOSettings, npo
 from divdec_research.baselines.methods.rmu import RMU, RMUSettings, control_vector, freeze_others, misdirection
 from divdec_research.baselines.methods.simnpo import SimNPO, SimNPOSettings
@@ -423,12 +429,12 @@ def test_idk_answers_are_sampled_by_seed_for_unchanged_questions(job):
 
 def test_idk_answers_are_read_from_file(tmp_path):
     (tmp_path / "idk.txt").write_text("No comment.\n\n  Ask another.\n")
-    assert read_lines("idk-answers", str(tmp_path / "idk.txt"), IDK_ANSWERS) == ("No comment.", "Ask another.")
+    assert read_idk_answers(str(tmp_path / "idk.txt")) == ("No comment.", "Ask another.")
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(UsageError, match=r"idk-answers .* is empty"):
-        read_lines("idk-answers", str(tmp_path / "empty.txt"), IDK_ANSWERS)
+        read_idk_answers(str(tmp_path / "empty.txt"))
     with pytest.raises(UsageError, match="cannot be read"):
-        read_lines("idk-answers", str(tmp_path / "absent.txt"), IDK_ANSWERS)
+        read_idk_answers(str(tmp_path / "absent.txt"))
 
 
 def test_idk_dpo_rejects_plain_text(job, tmp_path):

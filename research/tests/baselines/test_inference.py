@@ -310,13 +310,10 @@ def test_helper_models_are_trained_once(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_uld_assistant_with_adapters_and_from_base_model(job, tmp_path):
+def test_uld_assistant_with_adapters(job, tmp_path):
     make(job, "uld", tmp_path / "adapters", epochs=1.0, lora_rank=4, layers=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
     assert model.decoding.models["assistant"].config.num_hidden_layers == 1
-    make(job, "uld", tmp_path / "base", epochs=1.0, assistant="base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert model.decoding.models["assistant"].config.hidden_size == 32
 
 
 def test_missing_or_changed_helper_model_raises(job, tmp_path):
@@ -428,8 +425,6 @@ def test_settings_incompatible_with_target_raise(job, tokenizer, tmp_path):
         make(job, "uld", tmp_path / "a", layers=3)
     with pytest.raises(UsageError, match="dims is 65"):
         make(job, "eco", tmp_path / "a", dims=65)
-    with pytest.raises(UsageError, match=r"reference .* cannot be read"):
-        make(job, "lunar", tmp_path / "a", reference=str(tmp_path / "none.txt"))
     shutil.copytree(job.base, tmp_path / "base")
     vocabulary = tmp_path / "base/tokenizer.json"
     vocabulary.write_text(vocabulary.read_text().replace("<|user|>", "<|other|>"))
@@ -563,12 +558,10 @@ def test_eco_corrupts_only_forget_prompts_deterministically(job, load, target):
     assert float(noise.std()) == pytest.approx(50, rel=0.15)
 
 
-def test_eco_corruptions_match_hand_computed_values():
+def test_eco_corruption_matches_hand_computed_values():
     embeddings, noise = torch.ones(1, 2, 3), torch.tensor([[[2.0, -1.0], [2.0, -1.0]]])
     mask = torch.tensor([[True, False]])
-    for name, expected in (("noise", [3.0, 0.0, 1.0]), ("zero", [0.0, 0.0, 1.0]), ("flip", [-1.0, -1.0, 1.0])):
-        found = corrupt(embeddings, mask, noise, name)
-        assert found.tolist() == [[expected, [1.0, 1.0, 1.0]]]
+    assert corrupt(embeddings, mask, noise).tolist() == [[[3.0, 0.0, 1.0], [1.0, 1.0, 1.0]]]
 
 
 def test_guard_blocks_token_completing_a_match():

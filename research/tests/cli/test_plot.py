@@ -72,8 +72,7 @@ def test_list(capsys):
         assert name in printed
         assert figure.shows in printed
         assert figure.needs in printed
-    assert main(["results", "plot", "--list-figures", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == set(FIGURES)
+    assert main(["results", "plot", "--list-figures", "--json"]) == 2
 
 
 @pytest.mark.slow

@@ -363,7 +363,7 @@ def test_integer_weights_are_rejected(weights, tmp_path):
         ({"heads": None}, "32 wide, which is no multiple of 64: give the number"),
         ({"heads": 5}, "32 wide, which 5 attention heads do not divide"),
         ({"heads": 0}, "32 wide, which 0 attention heads do not divide"),
-        ({"classes": None}, "40 tokens, too few for 1000 classes; name its classes"),
+        ({"classes": None}, "40 tokens, too few for 1000 classes"),
         ({"classes": tuple(map(str, range(40)))}, "40 tokens, too few for 40 classes"),
         ({"classes": ("a", "b", "a")}, "3 names of classes are given, 2 of them different"),
         ({"classes": ()}, "0 names of classes are given"),

@@ -15,6 +15,7 @@ from divdec.steering import Steering
 from divdec_research.images.demo import digits as demo_digits
 from divdec_research.images.demo import reaches_aims, recommend
 from divdec_research.images.evaluation import rule_name
+from divdec_research.images.features import EFFICIENTNET
 from divdec_research.images.files import png
 from divdec_research.images.results import SettingResult
 from support.tiny import tiny_model
@@ -104,13 +105,13 @@ def test_distances_of_second_network(image_world, pictures, tmp_path, capsys, mo
             seen.append(len(input))
             return super().forward(input)
 
-    monkeypatch.setattr("divdec_research.images.report.load_network", {"pixels": Pixels()}.get)
-    options = ("--settings", "linear:0", "linear:2", "--features", "pixels", "--json")
+    monkeypatch.setattr("divdec_research.images.report.load_network", {EFFICIENTNET: Pixels()}.get)
+    options = ("--settings", "linear:0", "linear:2", "--features", EFFICIENTNET, "--json")
     assert main(command(image_world, pictures, tmp_path / "measured", *options)) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
-    assert [list(row["distances"]) for row in rows] == [["classifier", "pixels"]] * 3
+    assert [list(row["distances"]) for row in rows] == [["classifier", EFFICIENTNET]] * 3
     assert rows[0]["distances"] == rows[1]["distances"] != rows[2]["distances"]
-    assert rows[0]["distances"]["classifier"]["retain"] != rows[0]["distances"]["pixels"]["retain"]
+    assert rows[0]["distances"]["classifier"]["retain"] != rows[0]["distances"][EFFICIENTNET]["retain"]
     assert sum(seen) == 200 + 3 * 40
 
 
@@ -127,7 +128,7 @@ ONE = ("--settings", "linear:1")
         ((*ONE, "--content-judge", "gpt"), "give its --judge-url"),
         ((*ONE, "--judge-url", "http://127.0.0.1:9/v1"), "give --content-judge or --quality-judges"),
         ((*ONE, "--count", "1"), "count is 1"),
-        ((*ONE, "--features", "nowhere"), "nowhere does not exist; accepted: efficientnet-lite0"),
+        ((*ONE, "--features", "nowhere"), "features is 'nowhere'; accepted: efficientnet-lite0"),
         ((*ONE, "--retrain", "nowhere/at"), "nowhere/at"),
         ((*ONE, "--retrain", "BUNDLE"), "is made of several checkpoints"),
         ((*ONE, "--forget", "digit 12"), "class 'digit 12' is not known"),

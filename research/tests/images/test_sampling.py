@@ -9,7 +9,7 @@ from transformers import GenerationConfig, ImageGPTConfig, ImageGPTForCausalImag
 from divdec import DivergenceForCausalLM, UsageError, write_bundle
 from divdec.errors import FailedClosed
 from divdec.steering import Steering
-from divdec_research.images.models import load_image_model
+from divdec_research.images.models import check_image_model, load_image_model
 from divdec_research.images.sampling import sample
 from divdec_research.images.settings import SamplingSettings
 from support.exactness import assert_close, assert_same_answer, assert_same_answers
@@ -137,9 +137,9 @@ def test_sampling_errors(parts, steered, image_world):
     with pytest.raises(UsageError, match="which guidance needs"):
         sample(steered, without, [0], SamplingSettings(guidance=2.0))
     with pytest.raises(UsageError, match="the model has 44 tokens, its image layout 45"):
-        sample(steered, dataclasses.replace(layout, vocab_size=45), [0])
+        check_image_model(steered, dataclasses.replace(layout, vocab_size=45))
     with pytest.raises(UsageError, match="the model has 17 positions, an image needs 20"):
-        sample(steered, dataclasses.replace(layout, height=5), [0])
+        check_image_model(steered, dataclasses.replace(layout, height=5))
     for options, named in (
         ({"temperature": 0.0}, "temperature"),
         ({"top_k": 0}, "top-k"),

@@ -30,8 +30,6 @@ from divdec.report.style import (
 from divdec.runs import record, write_json
 from divdec_research.figures.registry import FIGURES, FigureRequest, Source, find_figure
 from divdec_research.figures.results import best_settings, load_results
-from divdec_research.gradient_depth import LayerDepth
-from divdec_research.report.gradient_depth import write_depth
 from divdec_research.suites.results import identify
 from divdec_research.suites.settings import Scoring
 
@@ -349,17 +347,17 @@ class TestOwnResults:
 
     def test_depth(self, tmp_path):
         rows = [
-            LayerDepth(of, component, layer, 1.0 + layer, 0.9 + layer, 1.1 + layer, (1.0, 2.0))
+            {"set": of, "part": component, "layer": layer, "mean": 1.0 + layer, "low": 0.9 + layer, "high": 1.1 + layer}
             for of in ("forget", "retain") for component in ("attention", "mlp") for layer in range(3)
         ]  # fmt: skip
-        write_depth(tmp_path, rows, {"level": 0.99}, 0.99)
+        write_json(tmp_path / "depth.json", {"level": 0.99, "rows": rows})
         result = drawn("gradient-depth", tmp_path)
         attention, mlp = result.figure.axes
         assert lines(attention)["forget"].tolist() == lines(mlp)["retain"].tolist() == [[0, 1], [1, 2], [2, 3]]
         assert result.sources == (f"{tmp_path.name}/depth.json",)
         assert drawn("gradient-depth", tmp_path, tmp_path).sources == result.sources  # the same file given twice
         (tmp_path / "again").mkdir()
-        write_depth(tmp_path / "again", rows, {"level": 0.99}, 0.99)
+        write_json(tmp_path / "again" / "depth.json", {"level": 0.99, "rows": rows})
         with pytest.raises(UsageError, match=r"2 results of that kind .* give one of them"):
             drawn("gradient-depth", tmp_path)
 

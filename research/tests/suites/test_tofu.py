@@ -15,11 +15,10 @@ from divdec.checkpoint import load_model, load_tokenizer
 from divdec.evaluation.results import Results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec_research.suites import tofu
-from divdec_research.suites.fluency import Fluency
 from divdec_research.suites.questions import BenchmarkFormat
 from divdec_research.suites.results import read_results
 from divdec_research.suites.settings import TofuSettings
-from divdec_research.suites.tofu import evaluate_tofu, read_tofu
+from divdec_research.suites.tofu import Fluency, evaluate_tofu, read_tofu
 
 RUNS = {"full01": None, "dd1_01": "linear:1", "rank20_01": "rank:20:soft"}
 STEERED = ("dd1_01", "rank20_01")

@@ -14,7 +14,6 @@ from divdec.runs import RunFolder
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
 from divdec_research.suites.aggregate import aggregate
-from divdec_research.suites.metrics import contains_fact
 from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import read_tofu
 from divdec_research.world import demo as demo
@@ -175,7 +174,7 @@ def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, 
     Path("questions.txt").write_text("".join(f"{one.question}\n" for one in asked))
     assert main(["generate", "runs/first/bundle", "--file", "questions.txt", "--max-new-tokens", "32"]) == 0
     answers = capsys.readouterr().out.splitlines()
-    leaks = sum(contains_fact(answer, one.fact) for answer, one in zip(answers, asked, strict=True))
+    leaks = sum(one.fact in answer for answer, one in zip(answers, asked, strict=True))
     assert not result["written"] or leaks / len(asked) <= 0.1
     assert result["leak_check"]["asked"] >= len(asked)
     check = result["leak_check"]

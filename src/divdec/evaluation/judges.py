@@ -1,4 +1,4 @@
-"""Judges of answers: fluency by a classifier; leaks of the true answer by rule, by entailment, or by another model."""
+"""Judges of answers: leaks of the true answer by rule, by entailment, or by another model."""
 
 from __future__ import annotations
 

@@ -50,8 +50,58 @@ if TYPE_CHECKING:
 Logits = Float[Tensor, "batch kept vocab"]
 
 
+class ModelOfParts(PreTrainedModel):
+    """A causal language model that computes its logits from those of a target and other models."""
+
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    # Each part selects its own attention implementation.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    supports_gradient_checkpointing = True
+    target: PreTrainedModel
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self._cache_owner = uuid.uuid4().hex
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_owner = uuid.uuid4().hex  # a copy refuses the original's caches
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Do nothing: otherwise `save_pretrained` would copy the source of this module into the bundle."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the target's inputs, also if its weights are offloaded."""
+        return device_of(self.target)
+
+    def init_weights(self) -> None:
+        """Do nothing: the parts are loaded with their weights."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the target's input embeddings."""
+        return self.target.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        """Return None: no single matrix gives the logits."""
+        return None
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Raise an error: the parts share one vocabulary."""
+        raise UsageError("the embeddings of this model cannot be changed: its parts share one vocabulary")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Raise an error: the parts share one vocabulary."""
+        raise UsageError("the vocabulary of this model cannot be resized: its parts share one vocabulary")
+
+
 class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverride]
-    SteeredGeneration, PreTrainedModel, GenerationMixin
+    SteeredGeneration, ModelOfParts, GenerationMixin
 ):
     """Divergence Decoding (paper, eq. 1 and 2) as a transformers model.
 
@@ -66,14 +116,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     """
 
     config_class = DivergenceConfig
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    # Each part selects its own attention implementation.
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    supports_gradient_checkpointing = True
 
     def __init__(
         self,
@@ -97,16 +139,11 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         if takedowns is not None:
             self.vocab_size = min(self.vocab_size, takedowns.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
-        self._cache_owner = uuid.uuid4().hex
         self._overlap: OverlappedExperts | None = None
         self.on_steered: Callable[[Logits, Logits], None] | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
         self.post_init()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._cache_owner = uuid.uuid4().hex  # a copy refuses the original's caches
 
     @classmethod
     def from_parts(
@@ -193,10 +230,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             model.steering = steering
         return model
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
-        """Do nothing: otherwise `save_pretrained` would copy the source of this module into the bundle."""
-
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory: str | os.PathLike[str], **kwargs: Any
     ) -> None:
@@ -244,11 +277,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
                 f"bundle's rule, or write a bundle with {self.steering} (`divdec bundle --steering`)"
             )
         return push_bundle(self.name_or_path, repo_id, **kwargs)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the target's inputs, also if its weights are offloaded."""
-        return device_of(self.target)
 
     @property
     def steering(self) -> Steering:
@@ -418,25 +446,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         if (cache.takedowns is None) != (self.takedowns is None):
             raise FailedClosed("past_key_values and the model do not both follow a registry of takedown requests")
         return cache
-
-    def init_weights(self) -> None:
-        """Do nothing: the parts are loaded with their weights."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the target's input embeddings."""
-        return self.target.get_input_embeddings()
-
-    def get_output_embeddings(self) -> None:
-        """Return None: no single matrix gives the steered logits."""
-        return None
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Raise an error: the parts share one vocabulary."""
-        raise UsageError("the embeddings of a steered model cannot be changed: its parts share one vocabulary")
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Raise an error: the parts share one vocabulary."""
-        raise UsageError("the vocabulary of a steered model cannot be resized: its parts share one vocabulary")
 
 
 def _padding_of(

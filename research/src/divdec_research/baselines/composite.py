@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
@@ -36,10 +34,9 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import CombinedCache
 from divdec.fail_closed import check, check_inputs, check_vocabulary, refuse_unknown
 from divdec.model.loading import REFUSED, WITHOUT_EFFECT
-from divdec.model.modeling import causal_output
+from divdec.model.modeling import ModelOfParts, causal_output
 from divdec.passes import (
     check_part,
-    device_of,
     length_of,
     logit_width,
     positions_of,
@@ -89,7 +86,7 @@ class CompositeConfig(RemoteCodeConfig):
         super().__init__(**kwargs)
 
 
-class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
+class CompositeForCausalLM(ModelOfParts, GenerationMixin):
     """A baseline's target and helpers as a transformers model.
 
     Attributes:
@@ -97,13 +94,6 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     """
 
     config_class = CompositeConfig
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    supports_gradient_checkpointing = True
 
     def __init__(self, config: CompositeConfig, decoding: CompositeDecoding | None = None) -> None:
         if decoding is None:
@@ -114,24 +104,14 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
         self.parts = nn.ModuleDict({**decoding.models, **helpers})
         self.vocab_size = config.vocab_size
         self.generation_config = copy.deepcopy(self.target.generation_config)
-        self._cache_owner = uuid.uuid4().hex
         self.post_init()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._cache_owner = uuid.uuid4().hex  # a copied model refuses the caches of the original
 
     @property
     def _is_stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return bool(stateful_types(self.parts))
 
     @property
-    def device(self) -> torch.device:
-        """Device of the input tokens: the target's, even where its weights are offloaded."""
-        return device_of(self.target)
-
-    @property
-    def target(self) -> PreTrainedModel:
+    def target(self) -> PreTrainedModel:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The unmodified target."""
         return self.decoding.models[TARGET]
 
@@ -186,10 +166,6 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Refuse: a composite is saved by copying its folder, which refers to checkpoints."""
         raise UsageError("a baseline made of several checkpoints cannot be saved from memory; keep its folder")
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
-        """Do nothing: the folder carries its own file for `trust_remote_code`."""
 
     def new_cache(self) -> DivergenceCache:
         """Create an empty cache for all parts."""
@@ -262,17 +238,6 @@ class CompositeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False
-
-    def init_weights(self) -> None:
-        """Do nothing: the parts come with their weights."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The target's input embeddings."""
-        return self.target.get_input_embeddings()
-
-    def get_output_embeddings(self) -> None:
-        """None: no single matrix gives these logits."""
-        return None
 
 
 class PrefixCache(DynamicCache):

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from divdec.errors import UsageError
 from divdec_research.baselines.annotations import Job
 from divdec_research.baselines.decoding import CompositeDecoding
 from divdec_research.baselines.objective import TargetObjective
@@ -71,23 +70,3 @@ METHODS: dict[str, Method] = {}
 def method_of(settings: Any) -> Method:
     """Return the method of an instance of its settings."""
     return next(method for method in METHODS.values() if method.settings is type(settings))
-
-
-def read_lines(option: str, file: str | None, default: Sequence[str]) -> tuple[str, ...]:
-    """Read the non-empty lines of a text file, or return the default where no file is given.
-
-    Raises:
-        UsageError: the file cannot be read or is empty.
-    """
-    if file is None:
-        return tuple(default)
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{option} {file} cannot be read ({error}); give a text file with one entry per line"
-        ) from None
-    lines = tuple(line.strip() for line in text.split("\n") if line.strip())
-    if not lines:
-        raise UsageError(f"{option} {file} is empty; give a text file with one entry per line")
-    return lines

@@ -21,7 +21,7 @@ from divdec.errors import UsageError, first_line
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record, settings_hash
 from divdec_research.bench.results import PASSES, compute_deviation, write_compute, write_latency
-from divdec_research.bench.settings import SHAPES, BenchSettings, DecoderShape, LatencySettings, find_shape
+from divdec_research.bench.settings import BenchSettings, DecoderShape, LatencySettings, find_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,12 +146,9 @@ def combinations(settings: BenchSettings, device: BenchDevice) -> list[Combinati
     Raises:
         UsageError: a shape is not known, or no combination is left.
     """
-
-    def shapes(names: Sequence[str]) -> list[DecoderShape]:
-        return list(SHAPES.values()) if "all" in names else [find_shape(name) for name in dict.fromkeys(names)]
-
     usual = ON_CUDA if device.device.type == "cuda" else ON_CPU
-    targets, auxiliaries = shapes(settings.targets or usual[0]), shapes(settings.auxiliaries or usual[1])
+    targets = [find_shape(name) for name in dict.fromkeys(settings.targets or usual[0])]
+    auxiliaries = [find_shape(name) for name in dict.fromkeys(settings.auxiliaries or usual[1])]
     result = []
     for vocabulary in dict.fromkeys(settings.vocabularies or usual[2]):
         sizes = {
@@ -175,7 +172,7 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
     Combinations that the output folder holds are not measured again.
 
     Returns:
-        rows (of the requested combinations), left_out (combinations that do not fit), complete, and summary.
+        rows (of the requested combinations), left_out (combinations that do not fit), and summary.
 
     Raises:
         UsageError: a setting cannot be used.
@@ -194,7 +191,7 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
     The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel.
 
     Returns:
-        rows (of the requested combinations), left_out (combinations that do not fit), and complete.
+        rows (of the requested combinations), and left_out (combinations that do not fit).
 
     Raises:
         UsageError: a setting cannot be used, or processor time differs from the latency on this device.
@@ -241,10 +238,7 @@ def _run(
         results = ResumableOutput(output / RESULTS)
         missing = [key for key in wanted if key not in results]
         report(f"{len(wanted)} combinations on {device.name}, {len(wanted) - len(missing)} of them measured before")
-        measured = 0
         for key in tqdm(missing, desc=verb, unit="combination", dynamic_ncols=True):
-            if settings.limit is not None and measured >= settings.limit:
-                break
             case = wanted[key]
             about = {**case.about(device, settings), **extra}
             reason = case.misfit(settings, device)
@@ -254,17 +248,14 @@ def _run(
                 except torch.OutOfMemoryError as error:
                     reason = f"did not fit: {first_line(error)}"
                 else:
-                    measured += 1
                     continue
             left_out.append({**about, "why": reason})
             report(f"left out: {case.target.name} with {case.auxiliary.name}, {case.vocabulary} tokens: {reason}")
         rows = [results.items[key] for key in wanted if key in results]
-        complete = len(rows) + len(left_out) == len(wanted)
         if rows:
             write(output, rows, device.name)
-        status = "finished" if complete else "stopped"
-        run.finish(status=status, device=device.name, measured=len(rows), left_out=left_out, complete=complete)
-    return {"rows": rows, "left_out": left_out, "complete": complete}
+        run.finish(device=device.name, measured=len(rows), left_out=left_out)
+    return {"rows": rows, "left_out": left_out}
 
 
 @torch.inference_mode()

@@ -135,8 +135,6 @@ class BenchSettings(CheckedSettings):
     """Number of decoded tokens."""
     rounds: Count = 5
     """Number of measurement rounds. The models take turns in each round; results are medians over rounds."""
-    limit: Count | None = None
-    """Stop after this many new combinations; the same command continues."""
     seed: int = 0
     """Seed of the random weights and tokens."""
 

@@ -146,6 +146,4 @@ def _print_bench(result: dict[str, Any], tabulate: Callable[[list[Any]], str], o
                 f"{name.replace('_', ' ')}: off by {numbers['median_size']:.1%} in the median, at most "
                 f"{numbers['largest_size']:.1%}"
             )
-    if not result["complete"]:
-        print("some combinations are not measured; the same command resumes")
     print(f"results: {Path(output).expanduser()}")

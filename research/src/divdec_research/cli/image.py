@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from divdec.cli.loading import device_map, quiet, report
-from divdec.errors import UsageError
 from divdec.options import Printing
 from divdec_research.images.settings import (
     ImageConvertSettings,
@@ -116,7 +115,6 @@ def convert(settings: Annotated[ImageConvertSettings, Parameter(name="*")], *, p
     content = convert_taming(
         Path(settings.checkpoint).expanduser(),
         Path(settings.output).expanduser(),
-        classes=_read_names(settings.names),
         heads=settings.heads,
         overwrite=settings.overwrite,
         report=report,
@@ -126,16 +124,3 @@ def convert(settings: Annotated[ImageConvertSettings, Parameter(name="*")], *, p
 
 def _print(content: dict[str, Any], text: str, printing: Printing) -> None:
     print(json.dumps(content, default=str) if printing.json else text)
-
-
-def _read_names(file: str | None) -> list[str] | None:
-    if file is None:
-        return None
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--names {file} cannot be read ({error})") from None
-    names = [line.strip() for line in text.rstrip().split("\n")]
-    if "" in names:
-        raise UsageError(f"line {names.index('') + 1} of {file} is blank; accepted: a class's name in each line")
-    return names

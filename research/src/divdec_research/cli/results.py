@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cyclopts import App
 
@@ -164,7 +164,10 @@ def plot(
     from divdec_research.figures.registry import FIGURES, FigureRequest, find_figure
 
     if list_figures:
-        _list_figures(FIGURES, printing)
+        if printing.json:
+            raise UsageError("--list-figures prints text; leave out --json")
+        for name, spec in FIGURES.items():
+            print(f"{name}\n  {spec.shows}\n  from {spec.needs}")
         return
     if not results:
         raise UsageError("results is required: folders to draw from (--list-figures shows which)")
@@ -187,16 +190,3 @@ def plot(
         return
     print(drawn.description, file=sys.stderr)
     print(f"{file} (from {len(drawn.sources)} file{'s' if len(drawn.sources) > 1 else ''})")
-
-
-def _list_figures(figures: dict[str, Any], printing: Printing) -> None:
-    if printing.json:
-        print(
-            json.dumps(
-                {name: {"shows": figure.shows, "needs": figure.needs} for name, figure in figures.items()},
-                ensure_ascii=False,
-            )
-        )
-        return
-    for name, figure in figures.items():
-        print(f"{name}\n  {figure.shows}\n  from {figure.needs}")

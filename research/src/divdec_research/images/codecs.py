@@ -33,17 +33,6 @@ Codes = Int[Tensor, "images height width"]
 """Rasters of codes, each below the size of the codebook."""
 
 
-def _check_images(images: Images, codec: PatchCodec | VQCodec) -> None:
-    if images.ndim != 4:
-        raise UsageError(f"images of shape {tuple(images.shape)}; accepted: [images, channels, height, width]")
-    channels, height, width = images.shape[1:]
-    if (channels, height, width) != (codec.channels, *codec.size):
-        raise UsageError(
-            f"images of {height}×{width} pixels and {channels} channel(s); this codec reads "
-            f"{codec.size[0]}×{codec.size[1]} and {codec.channels}"
-        )
-
-
 class PatchCodec:
     """Replaces each square patch of an image by the nearest of k patches.
 
@@ -85,12 +74,7 @@ class PatchCodec:
         return cls(centers.reshape(codes, channels, side, side), (height, width))
 
     def encode(self, images: Images) -> Codes:
-        """Return the nearest codes.
-
-        Raises:
-            UsageError: the images have another size or number of channels.
-        """
-        _check_images(images, self)
+        """Return the nearest codes of images of the codec's size and channels."""
         patches = _patches(images, self.side)
         distances = torch.cdist(patches.reshape(len(patches), patches.shape[1], -1), self.patches.flatten(1)[None])
         return distances.argmin(dim=-1).reshape(-1, *self.grid)
@@ -177,8 +161,7 @@ class VQCodec:
 
     @torch.no_grad()
     def encode(self, images: Images) -> Codes:
-        """Return the nearest codes."""
-        _check_images(images, self)
+        """Return the nearest codes of images of the codec's size and channels."""
         model: Any = self.model
         result = torch.zeros(len(images), *self.grid, dtype=torch.long, device=images.device)
         for start in range(0, len(images), self.batch):
@@ -189,17 +172,7 @@ class VQCodec:
 
     @torch.no_grad()
     def decode(self, codes: Codes) -> Images:
-        """Return the images of rasters of codes.
-
-        Raises:
-            UsageError: the raster has another size, or a code is not in the codebook.
-        """
-        if tuple(codes.shape[1:]) != self.grid:
-            shape = "×".join(map(str, codes.shape[1:]))
-            raise UsageError(f"rasters of {shape} codes; this codec decodes {self.grid[0]}×{self.grid[1]}")
-        wrong = codes[(codes < 0) | (codes >= self.codes)]
-        if len(wrong):
-            raise UsageError(f"code {int(wrong[0])} is not in the codebook; accepted: 0 to {self.codes - 1}")
+        """Return the images of rasters of codes; see `ImageLayout.check`."""
         model: Any = self.model
         result = torch.zeros(len(codes), self.channels, *self.size, device=codes.device)
         for start in range(0, len(codes), self.batch):

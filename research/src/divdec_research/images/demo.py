@@ -42,29 +42,14 @@ RULES = tuple(
 FORGET_AIM, RETAIN_AIM = 0.15, 0.95
 """Maximum accuracy on forget classes, and minimum accuracy on retain classes relative to the target's."""
 
-
-@dataclasses.dataclass(frozen=True)
-class ImageRecipe:
-    """Sizes and training of the four models of an image experiment."""
-
-    target: Shape
-    auxiliary: Shape
-    target_training: TrainingSettings
-    """Target (all classes) and retrained reference (classes to keep), from random weights."""
-    retain_training: TrainingSettings
-    """q, on the classes to keep, from random weights."""
-    forget_training: TrainingSettings
-    """p, on the classes to forget, from q: small models trained separately differ by more than their data."""
-
-
-RECIPE = ImageRecipe(
-    target=Shape(128, 4, 4, 512),
-    auxiliary=Shape(64, 2, 4, 256),
-    target_training=TrainingSettings(epochs=30.0, learning_rate=2e-3, batch_size=32, warmup=0.05, weight_decay=0.05),
-    retain_training=TrainingSettings(epochs=30.0, learning_rate=_RATE, batch_size=32, warmup=0.05, weight_decay=0.05),
-    # As in the paper: a tenth of the base's rate, ten epochs.
-    forget_training=TrainingSettings(epochs=10.0, learning_rate=PAPER_SHARE * _RATE, batch_size=32, warmup=0.05),
-)
+TARGET, AUXILIARY = Shape(128, 4, 4, 512), Shape(64, 2, 4, 256)
+# Target (all classes) and retrained reference (classes to keep), from random weights.
+TARGET_TRAINING = TrainingSettings(epochs=30.0, learning_rate=2e-3, batch_size=32, warmup=0.05, weight_decay=0.05)
+# q, on the classes to keep, from random weights.
+RETAIN_TRAINING = dataclasses.replace(TARGET_TRAINING, learning_rate=_RATE)
+# p, on the classes to forget, from q: small models trained separately differ by more than their data. As in the paper:
+# a tenth of the base's rate, ten epochs.
+FORGET_TRAINING = TrainingSettings(epochs=10.0, learning_rate=PAPER_SHARE * _RATE, batch_size=32, warmup=0.05)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +63,6 @@ class ImageMaterial:
     forget: tuple[int, ...]
     """Indices of classes."""
     retain: tuple[int, ...]
-
-    @classmethod
-    def of(cls, images: Images, labels: list[int], names: Sequence[str], codec: Codec, seed: int) -> ImageMaterial:
-        """Create the material of an experiment that forgets half of the classes, drawn by seed."""
-        forget = tuple(sorted(random.Random(seed).sample(range(len(names)), len(names) // 2)))
-        layout = ImageLayout.new(codec.codes, *codec.grid, names)
-        return cls(images, labels, codec, layout, forget, tuple(i for i in range(len(names)) if i not in forget))
 
     @property
     def forgotten(self) -> str:
@@ -123,7 +101,7 @@ class ImageModels:
     seconds: dict[str, float]
     """Training time by stage, including cached stages."""
 
-    def candidates(self, layout: ImageLayout, rules: Sequence[Steering], device: str = "cpu") -> list[Candidate]:
+    def candidates(self, layout: ImageLayout, rules: Sequence[Steering]) -> list[Candidate]:
         """Load baseline, retrained reference and every rule as candidates."""
         from transformers import AutoModelForCausalLM
 
@@ -131,7 +109,7 @@ class ImageModels:
 
         folders = (self.target, self.retrain, self.retain_auxiliary, self.forget_auxiliary)
         loaded: list[Any] = [AutoModelForCausalLM.from_pretrained(folder, local_files_only=True) for folder in folders]
-        target, retrain, q, p = (loaded_model.eval().to(device) for loaded_model in loaded)
+        target, retrain, q, p = (loaded_model.eval() for loaded_model in loaded)
         model = DivergenceForCausalLM.from_parts(target, q, p).eval()
         return list_candidates(model, rules, layout, lambda: retrain)
 
@@ -145,9 +123,7 @@ class ImageModels:
         write_image_files(folder, material.layout, material.codec)
 
 
-def train_images(
-    material: ImageMaterial, recipe: ImageRecipe, seed: int, cache: Path, report: Callable[[str], None]
-) -> ImageModels:
+def train_images(material: ImageMaterial, seed: int, cache: Path, report: Callable[[str], None]) -> ImageModels:
     """Train the models that are not cached.
 
     Raises:
@@ -160,10 +136,10 @@ def train_images(
     cache.mkdir(parents=True, exist_ok=True)
     stages = StageCache(cache, material.layout.tokenizer(), seed, report, new=new)
     forget, retain = material.examples(material.forget, seed), material.examples(material.retain, seed)
-    target = stages.run("target", recipe.target, forget + retain, recipe.target_training)
-    retrain = stages.run("retrain reference", recipe.target, retain, recipe.target_training)
-    q = stages.run("retain auxiliary", recipe.auxiliary, retain, recipe.retain_training)
-    p = stages.run("forget auxiliary", q, forget, recipe.forget_training)
+    target = stages.run("target", TARGET, forget + retain, TARGET_TRAINING)
+    retrain = stages.run("retrain reference", TARGET, retain, TARGET_TRAINING)
+    q = stages.run("retain auxiliary", AUXILIARY, retain, RETAIN_TRAINING)
+    p = stages.run("forget auxiliary", q, forget, FORGET_TRAINING)
     return ImageModels(target, retrain, q, p, stages.seconds)
 
 
@@ -174,7 +150,10 @@ def digits(seed: int) -> ImageMaterial:
     data: Any = load_digits()
     images = torch.from_numpy(data.images / 16).float()[:, None]
     codec = PatchCodec.fit(images, SIDE, CODES)
-    return ImageMaterial.of(images, data.target.tolist(), [str(digit) for digit in range(10)], codec, seed)
+    layout = ImageLayout.new(codec.codes, *codec.grid, [str(digit) for digit in range(10)])
+    forget = tuple(sorted(random.Random(seed).sample(range(10), 5)))
+    retain = tuple(digit for digit in range(10) if digit not in forget)
+    return ImageMaterial(images, data.target.tolist(), codec, layout, forget, retain)
 
 
 def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
@@ -202,7 +181,7 @@ def run_image_demo(seed: int = 0, output: Path | None = None, quiet: bool = Fals
         highlight=False,
     )
     cache = cache_folder() / "image-demo"
-    models = train_images(material, RECIPE, seed, cache / "models", reporter(console))
+    models = train_images(material, seed, cache / "models", reporter(console))
     output = output or cache / f"seed-{seed}"
     with output_folder(output, overwrite=True, ours=is_demo) as folder:
         benchmark = material.benchmark(COUNT, SamplingSettings(batch_size=COUNT * 10, seed=seed), networks)

@@ -1,4 +1,4 @@
-"""Networks for the features of Fréchet distances: EfficientNet-Lite0 from a package, or a model of transformers."""
+"""EfficientNet-Lite0 from a package, whose features give Fréchet distances."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from divdec.errors import UsageError, first_line
+from divdec.errors import UsageError
 from divdec.extras import require_modules
 from divdec_research.images.codecs import Images
 from divdec_research.images.judges import Features
@@ -28,17 +28,14 @@ _STAGES = (
 
 
 def load_network(name: str) -> nn.Module:
-    """Load a network by name ('efficientnet-lite0') or folder (an image model of transformers).
+    """Load a network by its name, 'efficientnet-lite0'.
 
     Raises:
-        UsageError: the package is not installed, or the folder does not hold such a model.
+        UsageError: there is no such network, or the package is not installed.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return PretrainedFeatures(folder)
-    if name == EFFICIENTNET:
-        return EfficientNetLite0()
-    raise UsageError(f"{name} does not exist; accepted: {EFFICIENTNET}, or the folder of an image model")
+    if name != EFFICIENTNET:
+        raise UsageError(f"features is {name!r}; accepted: {EFFICIENTNET}")
+    return EfficientNetLite0()
 
 
 @torch.no_grad()
@@ -120,39 +117,3 @@ def _convolution(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, gr
     before, after = (kernel - stride) // 2, (kernel - stride + 1) // 2
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, groups=groups, bias=False)
     return nn.ZeroPad2d((before, after, before, after)), convolution, nn.BatchNorm2d(outputs, eps=1e-3)
-
-
-class PretrainedFeatures(nn.Module):
-    """Features of a transformers image model: DINOv2's class token, CLIP's image embedding, or the pooled output."""
-
-    def __init__(self, folder: Path) -> None:
-        """Load a checkpoint with config.json, safetensors and preprocessor_config.json.
-
-        Raises:
-            UsageError: a file or weights are missing, or it is no image model.
-        """
-        from transformers import AutoImageProcessor, AutoModel
-
-        from divdec.checkpoint import check_weights, load_model
-
-        super().__init__()
-        check_weights(folder)
-        try:
-            self.processor: Any = AutoImageProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise UsageError(f"{folder} cannot be loaded as a model of images ({first_line(error)})") from None
-        self.model: Any = load_model(folder, AutoModel)
-
-    def forward(self, images: Images) -> Features:
-        """Features of images of any size."""
-        coloured = images.expand(-1, 3, -1, -1)
-        pixels = list((coloured * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy())
-        inputs = self.processor(images=pixels, return_tensors="pt").to(self.model.device)
-        if hasattr(self.model, "get_image_features"):
-            features = self.model.get_image_features(**inputs)
-            return getattr(features, "pooler_output", features)
-        output = self.model(**inputs)
-        pooled = getattr(output, "pooler_output", None)
-        return (output.last_hidden_state[:, 0] if pooled is None else pooled).flatten(1)

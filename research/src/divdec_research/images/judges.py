@@ -67,17 +67,7 @@ class Body(nn.Module):
         self.register_buffer("deviation", torch.ones(channels, 1, 1))
 
     def forward(self, images: Images) -> Features:
-        """Compute features.
-
-        Raises:
-            UsageError: the images have another size or number of channels than those of the training.
-        """
-        accepted = (len(self.mean), *self.size)
-        if images.shape[1:] != accepted:
-            raise UsageError(
-                f"images of {images.shape[2]}×{images.shape[3]} pixels and {images.shape[1]} channel(s); this "
-                f"classifier reads {accepted[1]}×{accepted[2]} and {accepted[0]}"
-            )
+        """Compute the features of images of the size and channels of the training."""
         if images.shape[2:] != self.seen:
             images = interpolate(images, self.seen, mode="area")
         return self.layers((images - self.mean) / self.deviation)

@@ -25,7 +25,7 @@ from divdec.runs import RECORD, check_output, made_by, output_folder, record, wr
 from divdec.steering import Steering
 from divdec_research.images.codecs import Codec, Codes, Images
 from divdec_research.images.files import grid, png
-from divdec_research.images.models import ImageLayout, check_image_model, load_image_model, local_folders
+from divdec_research.images.models import ImageLayout, load_image_model, local_folders
 from divdec_research.images.settings import ImageSampleSettings, SamplingSettings
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def sample(
     """Sample one image for each class; equal seed, classes and batch size give equal images.
 
     Args:
-        model: a causal language model over the layout's tokens.
+        model: a causal language model over the layout's tokens; see `check_image_model`.
         layout: its layout.
         classes: index of the class of each image.
         settings: sampling settings.
@@ -62,9 +62,8 @@ def sample(
         title: title of the progress bar; None shows none.
 
     Raises:
-        UsageError: a class is out of range, or the model has another vocabulary, too few positions or no guidance.
+        UsageError: a class is out of range, or the model has no guidance.
     """
-    check_image_model(model, layout)
     if settings.guidance != 1 and speculative:
         raise UsageError("guidance draws from two classes at once and cannot be drafted: leave out one of the two")
     prompts = layout.prompts(list(classes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from divdec.errors import UsageError
 from divdec.options import (
@@ -107,8 +108,6 @@ class ImageCheckpoint:
 class ImageConvertSettings(OutputFolder, ImageCheckpoint):
     """How a checkpoint is converted to an image model."""
 
-    names: str | None = None
-    """File with the class names in order, one per line. By default the names are the numbers 0 to 999."""
     heads: int | None = None
     """Number of attention heads, which the weights do not contain. By default the width divided by 64, as in the
     published model."""
@@ -128,9 +127,8 @@ class ImageEvalSettings(SamplingSettings, ModelLoading, OutputFolder, BundleArgu
     """Image model that has never seen the classes to forget, as a reference."""
     count: int = 10
     """Images of each class and setting."""
-    features: str | None = None
-    """Network for Fréchet distances, beside a small classifier trained on the real images: 'efficientnet-lite0', or the
-    folder of an image model of transformers such as DINOv2 or CLIP."""
+    features: Literal["efficientnet-lite0"] | None = None
+    """Network for Fréchet distances, beside a small classifier trained on the real images."""
     judge_url: str | None = None
     """OpenAI-compatible endpoint for vision-language judges, such as http://localhost:8000/v1. Without it, a classifier
     trained on the real images judges the content."""

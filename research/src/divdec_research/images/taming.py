@@ -397,5 +397,5 @@ def _layout(config: GPT2Config, codec: Any, names: Sequence[str] | None) -> Imag
         )
     # Classes are the first tokens, which are codes too; the last token is the padding.
     if len(classes) >= vocabulary:
-        raise UsageError(f"has {vocabulary} tokens, too few for {len(classes)} classes; name its classes (--names)")
+        raise UsageError(f"has {vocabulary} tokens, too few for {len(classes)} classes")
     return ImageLayout(codes, side, side, classes, first_class=0, no_class=None, vocab_size=codes, padding=codes - 1)

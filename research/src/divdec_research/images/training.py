@@ -177,6 +177,6 @@ def digest(images: Images) -> str:
 
 @torch.no_grad()
 def encode(images: Images, codec: Codec, batch_size: int = 64, title: str | None = "codes") -> Codes:
-    """Encode all images, batch by batch; see `Codec.encode` for errors."""
+    """Encode all images, batch by batch."""
     batches = images.split(batch_size)
     return torch.cat([codec.encode(batch) for batch in tqdm(batches, desc=title, disable=title is None)])

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from divdec.model.modeling import DivergenceForCausalLM
-    from divdec_research.gradient_depth import LayerDepth
     from divdec_research.settings import GradientDepthSettings
 
 Row = Mapping[str, Any]
-"""Row of a depth.json: set, part, layer, mean, low, high."""
+"""Row of a depth.json: set, part, layer, mean, low, high, n, norms."""
 VERB = "gradient-depth"
 RESULT, PLOT = "depth.json", "depth.svg"
 SETS = {"forget": SERIES_STYLES[1], "retain": SERIES_STYLES[0]}
@@ -50,25 +49,23 @@ def run_gradient_depth(
         UsageError: a setting, the data or the bundle is not accepted, or the output would replace something else.
     """
     from divdec.data.formatting import Format, encode_set
-    from divdec_research.gradient_depth import check_teacher, decoder_parts, draw_examples, gradient_depth
+    from divdec.training.inputs import sample_examples
+    from divdec_research.gradient_depth import gradient_depth
 
     output, bootstrap = Path(settings.output).expanduser(), Bootstrap(seed=settings.seed)
     check_output(output, settings.overwrite, made_by(VERB))
     sets = {name: read_records(getattr(settings, name)) for name in ("forget", "retain")}
     model, tokenizer = load()
-    check_teacher(model.steering)
-    decoder_parts(model.target)
     positions = model.config.max_position_embeddings
     longest = settings.max_length if positions is None else min(settings.max_length, positions)
     kwargs = read_template_kwargs(settings.chat_template_kwargs)
     form = Format(system_prompt=settings.system_prompt, max_length=longest, chat_template_kwargs=kwargs)
-    examples = {
-        name: draw_examples(encode_set(records, tokenizer, form), settings.samples, settings.seed)
-        for name, records in sets.items()
-    }
-    for name, drawn in examples.items():
-        report(f"{name} set: {sets[name].label}, {len(drawn)} examples")
-    norms = gradient_depth(
+    examples = {}
+    for name, records in sets.items():
+        encoded = encode_set(records, tokenizer, form)
+        examples[name] = sample_examples(encoded, settings.samples or len(encoded), settings.seed)
+        report(f"{name} set: {records.label}, {len(examples[name])} examples")
+    rows = gradient_depth(
         model, tokenizer, examples, temperature=settings.temperature, direction=settings.direction,
         batch_size=settings.batch_size, bootstrap=bootstrap, title="gradients",
     )  # fmt: skip
@@ -80,25 +77,14 @@ def run_gradient_depth(
         "level": bootstrap.level,
         "draws": bootstrap.draws,
         "sets": {name: records.label for name, records in sets.items()},
-        "peak_layers": {" ".join(column): layer for column, layer in peaks(list(map(vars, norms))).items()},
+        "peak_layers": {" ".join(column): layer for column, layer in peaks(rows).items()},
     }
     with output_folder(output, settings.overwrite, made_by(VERB)) as folder:
-        content = write_depth(folder, norms, about, bootstrap.level)
+        write_json(folder / RESULT, {**about, "rows": rows})
+        with style("divdec-depth"):
+            write_text(folder / PLOT, svg_text(depth_figure(rows, bootstrap.level)))
         write_json(folder / RECORD, record(VERB, settings, **about))
-    return content
-
-
-def write_depth(folder: Path, rows: Sequence[LayerDepth], about: dict[str, Any], level: float) -> dict[str, Any]:
-    """Write depth.json and depth.svg into an existing folder, with intervals of a level.
-
-    Returns:
-        The content of depth.json: `about`, and `rows` with set, part, layer, mean, low, high, n and norms.
-    """
-    content = {**about, "rows": [row.to_dict() for row in rows]}
-    write_json(folder / RESULT, content)
-    with style("divdec-depth"):
-        write_text(folder / PLOT, svg_text(depth_figure(content["rows"], level)))
-    return content
+    return {**about, "rows": rows}
 
 
 def depth_figure(rows: Sequence[Row], level: float) -> Figure:

@@ -95,11 +95,6 @@ def rouge(answer: str, truth: str) -> dict[str, float]:
     }
 
 
-def contains_fact(answer: str, fact: str) -> bool:
-    """Whether the answer states the fact word for word."""
-    return fact in answer
-
-
 def gradient_norm(model: PreTrainedModel, example: Example) -> float:
     """Mean over the model's parameters of the 2-norm of the loss's gradient; the last labelled token is left out.
 

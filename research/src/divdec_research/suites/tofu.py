@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import scipy.stats
+import torch
 
 from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import IGNORED
@@ -23,8 +23,7 @@ from divdec.evaluation.questions import decoded
 from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel, ItemScore, score
 from divdec.runs import settings_hash
-from divdec_research.suites.aggregate import UTILITY_PARTS
-from divdec_research.suites.fluency import FLUENCY_CLASSIFIER, Fluency
+from divdec_research.suites.aggregate import UTILITY_PARTS, harmonic_mean
 from divdec_research.suites.metrics import (
     closer_to_1_better,
     exact_memorization,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 SPLITS = ("forget01", "forget05", "forget10")
 SETS = {"retain": "retain_perturbed", "ra": "real_authors_perturbed", "wf": "world_facts_perturbed"}
 ATTACKS = ("loss", "zlib", "min_k", "min_k_plus_plus", "reference", "gradnorm")
+FLUENCY_CLASSIFIER = "madhurjindal/autonlp-Gibberish-Detector-492513457"  # OpenUnlearning's
 FLUENCY_TOKENS = 32
 NEW_TOKENS = 200
 
@@ -473,9 +473,9 @@ def compute_figures(results: Results, retained: Results | None = None) -> None:
     if retained is not None and "forget_truth_ratio" in results.items:
         ratios, references = (run.scores("forget_truth_ratio", "score") for run in (results, retained))
         results.figures["forget_quality"] = forget_quality(ratios, references)
-    utilities = [results.figures.get(metric) for metric in UTILITY_PARTS]
-    if all(value is not None for value in utilities):
-        results.figures["model_utility"] = float(scipy.stats.hmean(utilities)) if all(utilities) else 0.0
+    utilities = [value for metric in UTILITY_PARTS if (value := results.figures.get(metric)) is not None]
+    if len(utilities) == len(UTILITY_PARTS):
+        results.figures["model_utility"] = float(harmonic_mean(utilities))
 
 
 def add_attack_figures(results: Results, attacks: Sequence[str], retained: Results | None) -> None:
@@ -489,3 +489,39 @@ def add_attack_figures(results: Results, attacks: Sequence[str], retained: Resul
         expected = 0.5 if retained is None else retained.figures.get("mia_min_k")
         if expected is not None:
             results.figures["privleak"] = privleak(auc, expected)
+
+
+class Fluency:
+    """A text classifier whose class 0 means fluent text (OpenUnlearning's classifier_prob)."""
+
+    def __init__(self, checkpoint: str) -> None:
+        """Load the classifier and its tokenizer from a folder or hub id.
+
+        Raises:
+            UsageError: it cannot be loaded.
+        """
+        from transformers import AutoModelForSequenceClassification
+
+        try:
+            folder = CheckpointReference.parse(checkpoint).resolve(Path(), weights=True)
+            self.tokenizer: Any = load_tokenizer(folder)
+            self.model: Any = load_model(folder, AutoModelForSequenceClassification, dtype=torch.float32)
+        except UsageError as error:
+            raise UsageError(
+                f"fluency classifier {checkpoint!r} cannot be loaded ({error}); give a local folder, "
+                "or --fluency none to leave fluency out"
+            ) from None
+
+    def probabilities(self, texts: Sequence[str], *, max_length: int, batch_size: int = 32) -> list[float]:
+        """Compute the probability that each text is fluent, from its first `max_length` tokens."""
+        starts = range(0, len(texts), batch_size)
+        batches = together(
+            lambda: {start: self._batch(texts[start : start + batch_size], max_length) for start in own(starts)}
+        )
+        return [value for start in starts for value in batches[start]]
+
+    def _batch(self, texts: Sequence[str], max_length: int) -> list[float]:
+        batch = self.tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
+        with torch.inference_mode():
+            logits = self.model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits
+        return logits.softmax(dim=-1)[:, 0].tolist()

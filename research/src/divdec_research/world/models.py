@@ -26,7 +26,6 @@ from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import RECORD, output_folder, read_record, record, settings_hash, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
-from divdec_research.suites.metrics import contains_fact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -429,7 +428,7 @@ def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[s
     truths, facts = [record.answer for record in questions.records], questions.facts or ()
     return Figures(
         probability=statistics.fmean(item.probability for item in items),
-        accuracy=statistics.fmean(contains_fact(text, fact) for text, fact in zip(texts, facts, strict=True)),
+        accuracy=statistics.fmean(fact in text for text, fact in zip(texts, facts, strict=True)),
         rouge=statistics.fmean(rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)),
     )
 

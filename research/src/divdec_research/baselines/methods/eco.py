@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from divdec.errors import UsageError
 from divdec_research.baselines.annotations import Bool, Cache, Float, Int, Job, Tensor
@@ -27,10 +27,8 @@ class ECOSettings(ClassifierSettings):
     threshold: Share = 0.99
     """Classify a prompt as about the forget set if the classifier's probability exceeds this value. With 1 no prompt
     is."""
-    corruption: Literal["noise", "zero", "flip"] = "noise"
-    """How to corrupt the first dimensions of each prompt token's embedding."""
     strength: NonNegative = 50.0
-    """σ, standard deviation of the noise."""
+    """σ, standard deviation of the noise in the first dimensions of each prompt token's embedding."""
     dims: Count = 1
     """Number of corrupted dimensions."""
 
@@ -39,22 +37,13 @@ def corrupt(
     embeddings: Float[Tensor, "batch tokens features"],
     mask: Bool[Tensor, "batch tokens"],
     noise: Float[Tensor, "batch tokens dims"],
-    corruption: str,
 ) -> Float[Tensor, "batch tokens features"]:
-    """Corrupt the first dimensions of masked embeddings (ECO, section 3.3).
-
-    Args:
-        embeddings: token embeddings.
-        mask: the tokens to corrupt.
-        noise: added to the first dims by 'noise'; its width is the number of dimensions that 'zero' and 'flip' change.
-        corruption: 'noise', 'zero' or 'flip'.
-    """
+    """Add noise to the first dimensions of masked embeddings (ECO, section 3.3)."""
     import torch
+    from torch.nn.functional import pad
 
-    first = embeddings[..., : noise.shape[-1]]
-    changed = {"noise": first + noise.to(first), "zero": torch.zeros_like(first), "flip": -first}[corruption]
-    corrupted = torch.cat([changed, embeddings[..., noise.shape[-1] :]], dim=-1)
-    return torch.where(mask[..., None], corrupted, embeddings)
+    padded = pad(noise.to(embeddings), (0, embeddings.shape[-1] - noise.shape[-1]))
+    return torch.where(mask[..., None], embeddings + padded, embeddings)
 
 
 class Eco(CompositeDecoding):
@@ -65,7 +54,6 @@ class Eco(CompositeDecoding):
         from divdec_research.baselines.prompts import read_classifier
 
         self.classifier, _ = read_classifier(folder, options)
-        self.corruption = str(options["corruption"])
         self.strength, self.dims, self.seed = float(options["strength"]), int(options["dims"]), int(options["seed"])
         self._noise: list[Tensor] = []
 
@@ -84,7 +72,7 @@ class Eco(CompositeDecoding):
         embedding: Any = self.models[TARGET].get_input_embeddings()
         embeddings = embedding(step.input_ids.to(embedding.weight.device))
         noise = self.noise(step.position_ids).expand(len(embeddings), -1, -1).to(embeddings.device)
-        embeddings = corrupt(embeddings, mask.to(embeddings.device), noise, self.corruption)
+        embeddings = corrupt(embeddings, mask.to(embeddings.device), noise)
         with embedding.register_forward_hook(lambda *_: embeddings):
             corrupted = self.model_logits(step, caches[1])
         return corrupted.where(reading.forget[..., None].to(clean.device), clean)
@@ -117,9 +105,8 @@ def build(job: Job, settings: ECOSettings, output: Path) -> BuiltModel:
             f"dims is {settings.dims}; the target's embeddings have {width}: give a number from 1 to {width}"
         )
     classifier, _ = fit_classifier(job, settings)
-    names = ("corruption", "strength", "dims")
-    options = write_classifier(output, classifier, settings) | {name: getattr(settings, name) for name in names}
-    write_composite(job, output, "eco", options | {"seed": job.seed})
+    options = {"strength": settings.strength, "dims": settings.dims, "seed": job.seed}
+    write_composite(job, output, "eco", write_classifier(output, classifier, settings) | options)
     return BuiltModel(output)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 
-from divdec.data.records import RecordSet
+from divdec.data.records import RecordSet, read_text
 from divdec.errors import UsageError
 from divdec_research.baselines.annotations import Batch, Job, Loss, PerSequence, PreTrainedModel, Tensor
-from divdec_research.baselines.method import METHODS, Method, read_lines
+from divdec_research.baselines.method import METHODS, Method
 from divdec_research.baselines.methods.npo import NPO, NPOSettings
 
 
@@ -62,7 +63,7 @@ class IdkDPO(NPO):
         from divdec.data.formatting import encode_records
 
         super().__init__(job, settings)
-        answers = draw_idk_answers(job.forget, read_lines("idk-answers", settings.idk_answers, IDK_ANSWERS), job.seed)
+        answers = draw_idk_answers(job.forget, read_idk_answers(settings.idk_answers), job.seed)
         self.companions = {"idk": encode_records(answers.records, job.tokenizer, job.form)}
         self.key = answers.sha256
 
@@ -80,6 +81,24 @@ class IdkDPO(NPO):
             rejected_reference=self.forget_reference[batch["index"]],
             beta=self.settings.beta,
         )
+
+
+def read_idk_answers(file: str | None) -> tuple[str, ...]:
+    """Read the non-empty lines of a text file, or return divdec's own answers where no file is given.
+
+    Raises:
+        UsageError: the file cannot be read or is empty.
+    """
+    if file is None:
+        return IDK_ANSWERS
+    accepted = "give a text file with one answer per line"
+    try:
+        lines = tuple(line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip())
+    except OSError as error:
+        raise UsageError(f"idk-answers {file} cannot be read ({error}); {accepted}") from None
+    if not lines:
+        raise UsageError(f"idk-answers {file} is empty; {accepted}")
+    return lines
 
 
 def draw_idk_answers(forget: RecordSet, answers: tuple[str, ...], seed: int) -> RecordSet:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from divdec.data.records import Message, Record, RecordSet
 from divdec.errors import UsageError
 from divdec_research.baselines.annotations import Float, Job, PreTrainedModel, Tensor, nn
-from divdec_research.baselines.method import METHODS, BuiltModel, Method, read_lines
+from divdec_research.baselines.method import METHODS, BuiltModel, Method
 from divdec_research.ranges import CheckedSettings, Count, Finite, Natural, in_range
 
 SUFFIXES = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h")
@@ -52,9 +52,6 @@ class LUNARSettings(CheckedSettings):
     """Factor of the direction."""
     ridge: Annotated[float, in_range(1e-12)] = 1e-3
     """Ridge penalty on the change of the projection, as a fraction of the activations' mean square."""
-    reference: str | None = None
-    """File of prompts that the model cannot answer, one per line; by default questions about things that do not
-    exist."""
     batch_size: Count = 16
     """Prompts per forward pass."""
 
@@ -109,7 +106,7 @@ def build(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
     """Find direction and layer, change the projection, and write the changed target; see `build_method`.
 
     Raises:
-        UsageError: the target has no such layer, or the reference cannot be read.
+        UsageError: the target has no such layer.
     """
     from torch import nn
 
@@ -118,7 +115,7 @@ def build(job: Job, settings: LUNARSettings, output: Path) -> BuiltModel:
     if settings.layer is not None and settings.layer >= len(layers):
         raise UsageError(f"layer is {settings.layer}; the target has {len(layers)}, numbered from 0")
     activations = Activations(job, model, settings.batch_size)
-    reference = _as_prompts(job, read_lines("reference", settings.reference, UNANSWERABLE))
+    reference = _as_prompts(job, UNANSWERABLE)
     forget, retain = _prompts(job, job.forget), _prompts(job, job.retain)
     directions = activations.last_states(reference) - activations.last_states(forget)
     layer = settings.layer

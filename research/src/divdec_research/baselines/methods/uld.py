@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from divdec.errors import UsageError
 from divdec_research.baselines.annotations import Batch, Float, Job, Logits, Loss, PreTrainedModel, Tensor
@@ -30,10 +29,9 @@ class ULDSettings(HelperSettings):
     filter)."""
     retain_weight: NonNegative = 5.0
     """Weight of KL(uniform ‖ assistant) on the retain set beside the cross entropy on the forget set."""
-    assistant: Literal["target", "base"] = "target"
-    """Initial weights of the assistant: the target's first layers, or the whole base model."""
     layers: int | None = None
-    """Number of the target's layers in the assistant; a quarter by default (the paper: 8 of 32)."""
+    """Number of the target's first layers from which the assistant starts; a quarter by default (the paper: 8 of
+    32)."""
     lora_rank: int = 16
     """Train adapters of this rank, as the paper does; 0 trains every weight."""
 
@@ -79,19 +77,14 @@ def build(job: Job, settings: ULDSettings, output: Path) -> BuiltModel:
     """Train the assistant, and write the composite; see `build_method`.
 
     Raises:
-        UsageError: the job lacks the base that the settings ask for, or the target has fewer layers.
+        UsageError: the target has fewer layers.
     """
-    from divdec.training.auxiliaries import load_for_training
     from divdec_research.baselines.composite import write_composite
-    from divdec_research.baselines.training import check_base, train_helper
+    from divdec_research.baselines.training import train_helper
 
-    start, layers, load = job.target, None, load_for_training
-    if settings.assistant == "base":
-        start = check_base(job, "uld with assistant=base")
-    else:
-        layers, load = first_layers(start, settings.layers)
+    layers, load = first_layers(job.target, settings.layers)
     assistant, seconds = train_helper(
-        job, "assistant", start, job.forget_examples, settings.training(job.seed),
+        job, "assistant", job.target, job.forget_examples, settings.training(job.seed),
         key=[layers, settings.retain_weight], load=load, objective=RememberAndForget(settings.retain_weight),
     )  # fmt: skip
     options = {"weight": settings.weight, "plausibility": settings.plausibility}
