@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from divdec.checkpoint import CheckpointReference, check_apart, check_plain
 from divdec.errors import UsageError
 from divdec.model.loading import answer_digests, find_bundle, read_config
-from divdec.runs import ResumableOutput, RunFolder, folder_digests, path_digests, write_bytes, write_json, write_text
+from divdec.runs import ResumableOutput, RunFolder, folder_digests, write_bytes, write_json, write_text
 from divdec.steering import Steering
 from divdec_research.images.codecs import FOLDER, Codes, Images
 from divdec_research.images.evaluation import ImageBenchmark, rule_name
@@ -192,7 +192,7 @@ def evaluate_images(
             raise UsageError(f"{settings.retrain} draws other images than {settings.bundle}: their image.json differ")
     folders = local_folders(str(bundle))
     image_path = Path(settings.images).expanduser()
-    paths = [*folders, image_path, *(Path(text).expanduser() for text in (settings.retrain, settings.features) if text)]
+    paths = [*folders, image_path, *([Path(settings.retrain).expanduser()] if settings.retrain else [])]
     check_apart(output.resolve(), [path.resolve() for path in paths if path.exists()])
     pixels, indices, folder_names = read_folder(image_path, codec.channels, codec.size, settings.resize, report)
     classes = layout.find_all(folder_names)
@@ -205,7 +205,6 @@ def evaluate_images(
         None if reference is None else folder_digests(reference),
         dataclasses.asdict(layout),
         folder_digests(image_folder(bundle) / FOLDER),
-        path_digests({"features": settings.features}),
         digest(pixels),
         real_labels,
     ]
