@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from divdec.errors import UsageError, first_line
-from divdec.options import RARE, Flag, ModelLoading, SteeringChoice
+from divdec.options import RARE, ModelLoading, SteeringChoice
 from divdec.runs import check_one_process
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ class ExpertDevices:
     expert_devices: Annotated[tuple[str, ...], RARE] = ()
     """Devices of the auxiliaries: one for both, or one for q and one for p, such as cuda:1 cuda:2. The auxiliaries run
     in parallel with the target."""
-    overlap: Flag = False
-    """Run the auxiliaries on the target's GPU, in parallel with the target. Without effect on a CPU."""
 
     def __post_init__(self) -> None:
         if len(self.expert_devices) > 2:
@@ -83,7 +81,6 @@ def load(
         steering=steering,
         dtype=dtype_for_passes(loading.dtype, device_map(loading.device)),
         device_map=device,
-        overlap=experts.overlap or bool(experts.expert_devices),
         loaded=loaded,
         registry=registry,
     )

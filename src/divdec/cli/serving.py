@@ -113,7 +113,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
         (settings, EMBEDDED),
         (choice, ("steering", "allow_negative")),
         (loading, ("device",)),
-        (experts, ("expert_devices", "overlap")),
+        (experts, ("expert_devices",)),
     ):
         defaults = type(values)()
         for name in names:

@@ -5,9 +5,7 @@ Its logits are already steered, so nothing that reads them (generation, scores, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import math
 import os
 import uuid
@@ -27,7 +25,6 @@ from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.neural import NeuralPair
-from divdec.experts.overlap import OverlappedExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
 from divdec.passes import (
@@ -98,7 +95,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             self.vocab_size = min(self.vocab_size, takedowns.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
         self._cache_owner = uuid.uuid4().hex
-        self._overlap: OverlappedExperts | None = None
         self.on_steered: Callable[[Logits, Logits], None] | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
@@ -161,7 +157,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         *,
         verify: bool = True,
         steering: Steering | str | None = None,
-        overlap: bool = False,
         registry: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> DivergenceForCausalLM:
@@ -171,7 +166,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             pretrained_model_name_or_path: a bundle's folder or hub id.
             verify: compare the SHA-256 of every local weight file with the bundle's.
             steering: rule to use instead of the bundle's; a string keeps the bundle's eligible vocabulary.
-            overlap: run the experts while the target runs, see the property `overlap`.
             registry: folder of a registry of takedown requests to follow, if the bundle names no other.
             **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may be mappings by part: 'target',
@@ -187,7 +181,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             pretrained_model_name_or_path, verify=verify, registry=registry, **kwargs
         )
         model = cls(config, target, experts, takedowns).eval()
-        model.overlap = overlap
         model.name_or_path = str(pretrained_model_name_or_path)
         if steering is not None:
             model.steering = steering
@@ -269,15 +262,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         """Short description of the steering: 'linear:1.5', 'takedowns' or 'linear:1.5 and takedowns'."""
         rules = [] if isinstance(self.experts, NoExperts) else [str(self.steering)]
         return " and ".join([*rules, "takedowns"] if self.takedowns is not None else rules)
-
-    @property
-    def overlap(self) -> bool:
-        """Whether the experts run while the target runs, on separate CUDA streams; without effect on a CPU."""
-        return self._overlap is not None
-
-    @overlap.setter
-    def overlap(self, value: bool) -> None:
-        self._overlap = (self._overlap or OverlappedExperts()) if value else None
 
     def forward(
         self,
@@ -374,14 +358,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
         if cache is not None:
             cache.is_interrupted = True
-        experts_inputs = (*inputs, experts_cache, logits_to_keep)
-        with (
-            contextlib.nullcontext(functools.partial(self.experts.divergence, *experts_inputs))
-            if self._overlap is None
-            else self._overlap.started(self.experts, *experts_inputs)
-        ) as result:
-            target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
-            divergence = result()
+        # First: copying the inputs to the experts' devices would wait for the target's pass.
+        divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)
+        target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
         padding = _padding_of(attention_mask, target_logits.shape[1])
         target_logits = _zero_padding(target_logits, padding)
         check_target(target_logits)
