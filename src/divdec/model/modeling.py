@@ -10,7 +10,6 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,39 +203,10 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, **kwargs: Any
     ) -> str:
-        """Push the bundle that the model was loaded from to the hub, as it is on disk and was measured.
+        """Push the bundle that the model was loaded from to the hub; see `divdec.model.hub.push_model`."""
+        from divdec.model.hub import push_model
 
-        Checkpoints that the bundle names by folder become part of the repository; those of the hub stay references.
-        Weights that were changed in memory are not pushed: write them with `save_pretrained` and load that folder.
-
-        Args:
-            repo_id: repository of the hub, such as 'me/bundle'.
-            **kwargs: see `divdec.model.hub.push_bundle`. A new repository is private unless `private=False`.
-
-        Returns:
-            URL of the commit.
-
-        Raises:
-            UsageError: the model was not loaded from a bundle's folder, has another rule than the bundle, or follows a
-                registry; the bundle has changed; or the hub refuses it.
-        """
-        from divdec.model.bundle import is_bundle
-        from divdec.model.hub import REGISTRY, push_bundle
-        from divdec.model.loading import read_config
-
-        if not self.name_or_path or not is_bundle(Path(self.name_or_path)):
-            raise UsageError(
-                "the model was not loaded from a bundle's folder; write one with `divdec.write_bundle`, or with the "
-                "save_pretrained of model and tokenizer, load it and push that model"
-            )
-        if self.takedowns is not None:
-            raise UsageError(REGISTRY)
-        if (stored := Steering.from_dict(read_config(Path(self.name_or_path)).steering or {})) != self.steering:
-            raise UsageError(
-                f"the model's rule is {self.steering}, but its bundle's {stored}, and that would be pushed; assign the "
-                f"bundle's rule, or write a bundle with {self.steering} (`divdec bundle --steering`)"
-            )
-        return push_bundle(self.name_or_path, repo_id, **kwargs)
+        return push_model(self, repo_id, **kwargs)
 
     @property
     def device(self) -> torch.device:
