@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Parameter
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from divdec.model.loading import LoadedModels
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
+
+Result = TypeVar("Result")
 
 
 @Parameter(name="*")
@@ -90,6 +95,26 @@ def load(
             f"measured: {measured_text(model)}{' (not verified: files may have changed)' if loading.no_verify else ''}"
         )
     return model, load_tokenizer(folder)
+
+
+def load_in_thread(load_models: Callable[[], Result]) -> Result:
+    """Load models in a thread that ends, for processes whose passes run in another than the main thread.
+
+    GNU OpenMP's workers wait actively only while there are no more of them than CPUs, and those of a thread exist until
+    it ends: with a 1.5B target and two adapters a token then takes 205 ms instead of 253.
+    """
+    loaded: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load_models())
+        except BaseException as error:
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    return loaded.result()
 
 
 def warn_if_unsteered(steering: Steering) -> None:
