@@ -70,6 +70,7 @@ class SteeredGeneration(GenerationMixin):
     takedowns: Any
     config: Any
     generation_config: Any
+    name_or_path: str
     steering: Any
     vocab_size: int
     embeddings: int

@@ -25,7 +25,7 @@ from divdec.runs import file_sha256, read_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
-    from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.decoding.generation import SteeredGeneration
 
 REGISTRY = (
     "a registry of takedown requests is not pushed, because it changes and its key is secret; push a bundle without "
@@ -33,7 +33,7 @@ REGISTRY = (
 )
 
 
-def push_model(model: DivergenceForCausalLM, repo_id: str, **options: Any) -> str:
+def push_model(model: SteeredGeneration, repo_id: str, **options: Any) -> str:
     """Push the bundle that a model was loaded from to the hub, as it is on disk and was measured.
 
     Weights that were changed in memory are not pushed: write them with `save_pretrained` and load that folder.
