@@ -290,16 +290,18 @@ def own(items: Iterable[T]) -> Iterator[T]:
 
 def together(work: Callable[[], dict[Any, T]]) -> dict[Any, T]:
     """Merge the results of all processes, in all of them; an error in one is raised in all."""
-    return {key: value for results in _exchange(work) for key, value in results.items()}
+    return {key: value for results in exchange(work, number_of_processes()) for key, value in results.items()}
 
 
 def on_main(work: Callable[[], T]) -> T:
     """Do work in the main process, and return its result, or raise its error, in all of them."""
-    return _exchange(lambda: work() if is_main() else None)[0]  # pyright: ignore[reportReturnType]
+    results = exchange(lambda: work() if is_main() else None, number_of_processes())
+    return results[0]  # pyright: ignore[reportReturnType]
 
 
-def _exchange(work: Callable[[], T]) -> Sequence[T]:
-    if number_of_processes() == 1:
+def exchange(work: Callable[[], T], processes: int) -> Sequence[T]:
+    """Do work in every process, and return the results of all; an error in one is raised in all."""
+    if processes == 1:
         return [work()]
     result, error = None, None
     try:
@@ -308,7 +310,7 @@ def _exchange(work: Callable[[], T]) -> Sequence[T]:
         error = raised
     # Not every error can be pickled; ours can.
     sent = error if error is None or isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error))
-    gathered: list[Any] = [None] * number_of_processes()
+    gathered: list[Any] = [None] * processes
     dist.all_gather_object(gathered, (result, sent))
     if (first := next((failed for _, failed in gathered if failed is not None), None)) is not None:
         raise error or first
