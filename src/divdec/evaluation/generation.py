@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STAGE = 32  # tokens after which a batch goes on without its finished answers
+BATCH_SIZE = 64  # prompts of `first_choices` in a pass
 MAX_THOUGHT = 1024  # tokens after which a reply that thinks first is cut
 THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"),
@@ -157,15 +158,13 @@ def first_choices(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     count: int,
-    *,
-    batch_size: int = 64,
 ) -> list[list[int]]:
     """Return the `count` likeliest next tokens after each prompt, the likeliest first."""
     padding, device = padding_id(tokenizer), device_of(model)
     choices: list[list[int]] = []
     with plain_decoding(model):
-        for start in range(0, len(prompts), batch_size):
-            input_ids, attention_mask = left_padded(prompts[start : start + batch_size], padding)
+        for start in range(0, len(prompts), BATCH_SIZE):
+            input_ids, attention_mask = left_padded(prompts[start : start + BATCH_SIZE], padding)
             logits = model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), do_sample=False,
                 max_new_tokens=1, pad_token_id=padding, return_dict_in_generate=True, output_logits=True,

@@ -21,7 +21,7 @@ from divdec.configuration import AUXILIARIES, BASE, PARTS, REMOTE_FILE
 from divdec.errors import UsageError, first_line
 from divdec.model.bundle import bundle_card, is_bundle
 from divdec.model.loading import read_config
-from divdec.runs import file_sha256, read_json
+from divdec.runs import read_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -159,12 +159,10 @@ def hub_files(bundle: str | os.PathLike[str], repo_id: str) -> dict[str, Path | 
 
 
 def _ngram_files(folder: Path, reference: dict[str, str]) -> dict[str, Path | bytes]:
-    from divdec.experts.ngram_fit import DESCRIPTION, load_pair
+    from divdec.experts.ngram_fit import load_pair
 
     path = (folder / reference["folder"]).resolve()
-    load_pair(path, verify=True)
-    if file_sha256(path / DESCRIPTION) != reference.get("sha256"):
-        raise UsageError(f"{path / DESCRIPTION} has changed since the bundle was written; write the bundle again")
+    load_pair(path, sha256=str(reference.get("sha256")))
     return {f"ngram/{file.relative_to(path).as_posix()}": file for file in sorted(path.rglob("*")) if file.is_file()}
 
 
