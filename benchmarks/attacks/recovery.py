@@ -45,8 +45,8 @@ from divdec.checkpoint import load_config, load_model, load_tokenizer, vocabular
 from divdec.data.formatting import Example, documents, encode_prompts, encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.generation import answers, continuations, samples
+from divdec.evaluation.leak import template_prompts
 from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.experts.ngram_fit import is_pair, write_pair

@@ -9,9 +9,8 @@ OUTPUT/results.json holds the figures of all pieces, results.md the tables, PIEC
 has figures is not run again, so that the same command continues a run that was stopped. The exit code is 1 if a piece
 failed. All models have random weights, created on the device: the figures are times, not texts.
 
-- equality: `tests/gpu`: answers and scores are those of the CPU, overlap on CUDA streams changes nothing, a broken
-  auxiliary raises.
-- decoding-8b, decoding-70b: steering, overlap, a pair of adapters and speculation with the shapes of Llama 3.1 and two
+- equality: `tests/gpu`: answers and scores are those of the CPU, a broken auxiliary raises.
+- decoding-8b, decoding-70b: steering, a pair of adapters and speculation with the shapes of Llama 3.1 and two
   Llama 3.2 1B; the 70B target has as many of its layers as fit into the memory. Random models do not agree, so
   acceptance is SIMULATED: each draft is accepted with the probability --acceptance. The time is real: drafts, passes,
   verification and cropping of caches. All rows of a batch end together when they have --new-tokens on average. Methods
@@ -51,7 +50,6 @@ from divdec_research.bench.settings import DecoderShape, find_shape
 from divdec_research.report.tables import markdown_table
 
 END_OF_PROMPT = 100  # random tokens are drawn from here on; which ones they are changes no time
-OVERLAP = "steered, overlap"
 ADAPTERS, RANK = "steered, adapters", 16  # q and p as LoRA adapters of one base
 LLAMA_1B = find_shape("llama-1B")
 SHAPES = {
@@ -175,8 +173,7 @@ def compared(model, batch, given):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)
-    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), OVERLAP: (model, None, None),
-            ADAPTERS: (adapted(model), None, None)}  # fmt: skip
+    ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), ADAPTERS: (adapted(model), None, None)}
     for gamma in given.gammas:
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
@@ -186,7 +183,6 @@ def compared(model, batch, given):
         start = number % len(order)
         for name in order[start:] + order[:start]:
             one, gamma, simulated = ways[name]
-            model.overlap = name == OVERLAP
             found = answer(one, ids, given.new_tokens, simulated, gamma, seed=number + 1)
             if number >= 0:
                 rounds[name].append(found)
@@ -211,7 +207,7 @@ def machine(device):
 
 
 def decoding(given):
-    """Piece: target, steering, overlap and speculation."""
+    """Piece: target, steering and speculation."""
     new_tokens, rounds = LENGTHS[given.shape]
     given.new_tokens, given.rounds = given.new_tokens or new_tokens, given.rounds or rounds
     device = torch.device(given.device)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,29 +257,6 @@ def weight_files(folder: Path) -> list[Path]:
             "or save the model into an empty folder"
         )
     return [whole] if whole.is_file() else shards  # transformers does not delete an older index
-
-
-def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
-    """Save a model, replacing all weights in the folder but no other files.
-
-    Args:
-        model: the model; its weights may be offloaded (accelerate).
-        folder: output folder, created if necessary.
-        **options: arguments of `save_pretrained`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.get("state_dict") is None and any(weight.is_meta for weight in model.parameters()):
-        from accelerate.utils.modeling import get_state_dict_offloaded_model
-
-        options["state_dict"] = get_state_dict_offloaded_model(model)
-    # Through a temporary folder, because the weights in memory may be mapped from the folder's files.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        model.save_pretrained(temporary, **options)
-        for pattern in ("*.safetensors", "*.safetensors.index.json"):
-            for file in folder.glob(pattern):
-                file.unlink()
-        for file in Path(temporary).iterdir():
-            os.replace(file, folder / file.name)
 
 
 def check_plain(folder: Path, part: str) -> None:

@@ -16,6 +16,7 @@ from divdec.errors import FailedClosed, UsageError
 ACCEPTED = frozenset(
     ("return_dict", "num_items_in_batch", "cache_position", "token_type_ids", "tokenizer", "assistant_tokenizer")
 )
+NO_TOKEN = "no token can be chosen: a score is NaN or +inf, or the rule and the logits processors rule out every token"
 
 _thread = threading.local()
 

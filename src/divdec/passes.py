@@ -6,10 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,28 +14,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from divdec.errors import UsageError
-
-Result = TypeVar("Result")
-
-
-def load_in_thread(load: Callable[[], Result]) -> Result:
-    """Load models in a thread that ends, for processes whose passes run in another than the main thread.
-
-    GNU OpenMP's workers wait actively only while there are no more of them than CPUs, and those of a thread exist until
-    it ends: with a 1.5B target and two adapters a token then takes 205 ms instead of 253.
-    """
-    loaded: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            loaded.set_result(load())
-        except BaseException as error:
-            loaded.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    return loaded.result()
 
 
 def logits_of(

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from divdec.fail_closed import check
+from divdec.fail_closed import NO_TOKEN, check
 
 NONE = -1  # token id that stands for "no draft"
-NO_TOKEN = "no token can be chosen: a score is NaN or +inf, or the rule and the logits processors rule out every token"
 
 
 class Verdict(NamedTuple):

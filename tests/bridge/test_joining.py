@@ -3,7 +3,7 @@
 import torch
 
 from divdec import DivergenceForCausalLM
-from divdec.decoding.cache import join
+from divdec.serving.batches import join
 from support.tiny import tiny_model
 
 TEXTS = ("The author of The Hollow Orchard lives", "In", "Großmutter aß in Köln ein")

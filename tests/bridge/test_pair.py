@@ -16,12 +16,14 @@ from divdec import DivergenceForCausalLM, Steering, UsageError
 from divdec.bridge.alignment import AlignedSequence
 from divdec.bridge.pair import BridgedPair
 from divdec.configuration import DivergenceConfig
+from divdec.data.formatting import IGNORED, Example
 from divdec.decoding import drafters
 from divdec.decoding.speculative import Speculation
 from divdec.decoding.statistics import SpeculationStatistics
+from divdec.evaluation.scoring import score
 from support.architectures import tiny_architecture
+from support.exactness import LOGITS, assert_same_answers
 from support.exactness import assert_close as close
-from support.exactness import assert_same_answers
 from support.tiny import tiny_model
 
 PAIRS = [
@@ -523,3 +525,26 @@ class TestSteered:
     def test_auxiliaries_with_different_tokenizer_cannot_draft(self, steered):
         with pytest.raises(UsageError, match=r"drafter 'retain' needs auxiliaries .* accepted: 'auto', 'lookup'$"):
             steered.generate(torch.tensor([[5, 9]]), max_new_tokens=2, speculative=Speculation(3, "retain"))
+
+
+def test_shared_prompts_give_same_scores(make_pair, tokenizers):
+    """A prompt that several answers share is read once, and each answer goes on from its rows of the cache."""
+    pair = make_pair("bpe", "small")
+    model = DivergenceForCausalLM.from_experts(tiny_model("llama", pair.vocab_size, 0, 64, 2), pair, "linear:1.5")
+    answers = (" Kuwait City", " Köln 😀", "море и", ".")
+    examples = [
+        Example([*prompt, *answer], [IGNORED] * len(prompt) + answer)
+        for prompt in (ids_of(tokenizers["bpe"], text) for text in (TEXTS[0], TEXTS[1]))
+        for answer in (ids_of(tokenizers["bpe"], text) for text in answers)
+    ]
+    read = []
+    handle = model.target.register_forward_pre_hook(
+        lambda module, arguments, given: read.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    together = score(model, examples)
+    handle.remove()
+    assert sum(read) < sum(len(example.input_ids) for example in examples)
+    for example, item in zip(examples, together, strict=True):
+        (alone,) = score(model, [example])
+        assert item.log_probabilities == pytest.approx(alone.log_probabilities, abs=LOGITS)
+        assert item.hits == alone.hits

@@ -559,3 +559,25 @@ def test_auto_dtype_is_float32_on_a_cpu_that_emulates_bfloat16(instructions, dty
     assert {part.dtype for part in (model.target, model.experts.retain, model.experts.forget)} == {dtype}
     model, _ = load(str(tmp_path / "bundle"), ModelLoading(device="cpu", dtype="bfloat16"))
     assert model.target.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["nowhere"], "device 'nowhere' cannot be used"),
+        (["cpu", "nowhere"], "device 'nowhere' cannot be used"),
+        (["cpu", "cpu", "cpu"], "accepted: one device, or q's and then p's"),
+        ([], "--expert-devices requires at least 1 element"),
+    ],
+)
+def test_unsupported_devices_are_rejected(bundle, devices, message, capsys):
+    assert main("generate", bundle, "--prompt", "a", "--expert-devices", *devices) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_multiple_processes_are_rejected(bundle, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main("generate", bundle, "--prompt", "a") == 2
+    assert "2 processes were started" in capsys.readouterr().err

@@ -502,13 +502,6 @@ def test_invalid_speculation_settings_are_rejected(steered):
         Speculation.of("yes")
 
 
-def test_custom_generate_enables_speculation(steered):
-    plain = generate(steered, PROMPTS)
-    assert_same_answers(steered, PROMPTS, generate(steered, PROMPTS, custom_generate=Speculation(2)), plain)
-    with pytest.raises(UsageError, match="no experts to draft with"):
-        generate(steered.target, PROMPTS[:1], custom_generate=Speculation(2))
-
-
 def test_ngrams_are_drafted_for_by_lookup_and_combined_experts_by_q(world, tokenizer, caplog):
     from divdec.experts.combined import CombinedExperts
     from divdec.experts.neural import NeuralPair

@@ -16,11 +16,18 @@ from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import encode, encode_prompt
 from divdec.data.records import Message, Record
 from divdec.endpoint import Endpoint
-from divdec.evaluation import attack_prompts, judges, leak
-from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
+from divdec.evaluation import judges, leak
 from divdec.evaluation.generation import answers, samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, StringJudge
-from divdec.evaluation.leak import evaluate_attack, evaluate_samples, leak_attack, leak_chance, leak_sample
+from divdec.evaluation.leak import (
+    evaluate_attack,
+    evaluate_samples,
+    leak_attack,
+    leak_chance,
+    leak_sample,
+    prompts_from_file,
+    template_prompts,
+)
 from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_name, key_phrase, tells, words
 from divdec.evaluation.results import read_results, write_results
 from divdec.training.fine_tuning import fine_tune
@@ -123,7 +130,7 @@ def test_templates_give_1000_distinct_reproducible_prompts():
     assert prompts == template_prompts(QUESTION, ANSWER, 1000, seed=3)
     assert prompts[:17] == template_prompts(QUESTION, ANSWER, 17, seed=3)
     assert prompts != template_prompts(QUESTION, ANSWER, 1000, seed=4)
-    assert sum(map(len, attack_prompts.FRAMES.values())) >= 40
+    assert sum(map(len, leak.FRAMES.values())) >= 40
     # 'born' is the question's own word; 'French' is a word of a template, which so drops out.
     assert not any(word in prompt.casefold() for prompt in prompts for word in ("velmora", "french"))
 
@@ -156,10 +163,8 @@ def test_templates_cover_every_tofu_question(shared):
         assert len(set(template_prompts(row["question"], row["answer"], 1000))) == 1000
 
 
-def test_prompt_files_round_trip(tmp_path):
+def test_prompts_of_file_follow_questions(tmp_path):
     questions = ["Who?", "Where?"]
-    write_prompts(tmp_path / "own.jsonl", questions, [["Say who.", "Who, then?"], ["Say where…"]])
-    assert prompts_from_file(tmp_path / "own.jsonl", questions) == [["Say who.", "Who, then?"], ["Say where…"]]
     other = tmp_path / "other.jsonl"
     other.write_text(
         '{"index": 1, "prompts": ["b", "a", "b"]}\n\n{"question": "Who?", "prompts": ["c"]}\n', encoding="utf-8"
@@ -332,29 +337,6 @@ def test_unreachable_judge_endpoint_raises(chat):
     with pytest.raises(UsageError, match="environment variable") as result:
         Endpoint("http://user:word@host/v1", "m")
     assert "word@" not in str(result.value)
-
-
-def test_endpoint_generated_prompts_do_not_contain_answer(chat):
-    def reply(body, count):
-        assert "Velmora" not in json.dumps(body)
-        if count == 1:
-            return "I cannot."
-        new = [f"Way {count}.{number}: {QUESTION}" for number in range(3)]
-        return "```json\n" + json.dumps([*new, new[0], "Was it Velmora? ", " "]) + "\n```"
-
-    server, endpoint = chat(reply)
-    prompts = prompts_from_endpoint(endpoint, QUESTION, "Ana Moss was born in Velmora.", 5, seed=7)
-    assert prompts == [
-        f"Way {count}.{number}: {QUESTION}" for count, number in ((2, 0), (2, 1), (2, 2), (3, 0), (3, 1))
-    ]
-    assert len({request["seed"] for request in server.requests}) == 3
-
-    _, stuck = chat(lambda body, count: '["Where, then?"]')
-    with pytest.raises(UsageError, match=r"Ana Moss.*wrote 1 usable prompts"):
-        prompts_from_endpoint(stuck, QUESTION, ANSWER, 2)
-    _, dumb = chat(lambda body, count: "no list")
-    with pytest.raises(UsageError, match=r"Ana Moss.*'no list'"):
-        prompts_from_endpoint(dumb, QUESTION, ANSWER, 2)
 
 
 def test_endpoint_judge_parses_verdicts(chat):

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
 
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
-from divdec.model import bundle as bundle_module
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from support.exactness import assert_close
 from support.tiny import tiny_model
@@ -136,10 +135,10 @@ def test_save_pretrained_that_fails_leaves_the_earlier_bundle(bundle, tmp_path, 
         saved.append(arguments)
         if len(saved) == 3:
             raise OSError(28, "No space left on device")
-        save_model(*arguments, **options)
+        save_pretrained(*arguments, **options)
 
-    save_model = bundle_module.save_model
-    monkeypatch.setattr(bundle_module, "save_model", fail_third)
+    save_pretrained = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail_third)
     with torch.no_grad():
         next(model.target.parameters()).add_(1.0)
     with pytest.raises(OSError, match="No space left"):

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divdec import DivergenceForCausalLM
-from divdec.decoding.cache import drop_columns, join
 from divdec.errors import FailedClosed
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
+from divdec.serving.batches import drop_columns, join
 from support.tiny import make_parts, tiny_model
 
 VOCAB = 512

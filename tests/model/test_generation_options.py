@@ -19,7 +19,7 @@ MODES = {
     "uncached": {"use_cache": False},
     "chunks": {"prefill_chunk_size": 2},
     "speculative": {"speculative": 3},
-    "drafts": {"custom_generate": Speculation(2, "lookup")},
+    "drafts": {"speculative": Speculation(2, "lookup")},
     "custom": {"custom_generate": lambda model, *args, **kwargs: model._sample(*args, **kwargs)},
 }
 

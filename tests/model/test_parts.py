@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.checkpoint import load_model
-from divdec.passes import load_in_thread, same_weights
+from divdec.cli.loading import load_in_thread
+from divdec.passes import same_weights
 from support.tiny import make_parts
 
 IDS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])

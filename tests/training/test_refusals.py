@@ -6,7 +6,7 @@ import pytest
 
 from divdec.data.formatting import IGNORED, Format, encode_prompt
 from divdec.data.records import record_set
-from divdec.training.refusals import BEGINNINGS, MAX_REFUSED, REFUSAL, begun_questions, with_refusals
+from divdec.training.matched import BEGINNINGS, MAX_REFUSED, REFUSAL, begun_questions, with_refusals
 
 FORM = Format()
 

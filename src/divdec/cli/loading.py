@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Parameter
 
 from divdec.errors import UsageError, first_line
-from divdec.options import RARE, Flag, ModelLoading, SteeringChoice
+from divdec.options import RARE, ModelLoading, SteeringChoice
 from divdec.runs import check_one_process
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from divdec.model.loading import LoadedModels
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.steering import Steering
+
+Result = TypeVar("Result")
 
 
 @Parameter(name="*")
@@ -29,8 +34,6 @@ class ExpertDevices:
     expert_devices: Annotated[tuple[str, ...], RARE] = ()
     """Devices of the auxiliaries: one for both, or one for q and one for p, such as cuda:1 cuda:2. The auxiliaries run
     in parallel with the target."""
-    overlap: Flag = False
-    """Run the auxiliaries on the target's GPU, in parallel with the target. Without effect on a CPU."""
 
     def __post_init__(self) -> None:
         if len(self.expert_devices) > 2:
@@ -83,7 +86,6 @@ def load(
         steering=steering,
         dtype=dtype_for_passes(loading.dtype, device_map(loading.device)),
         device_map=device,
-        overlap=experts.overlap or bool(experts.expert_devices),
         loaded=loaded,
         registry=registry,
     )
@@ -93,6 +95,26 @@ def load(
             f"measured: {measured_text(model)}{' (not verified: files may have changed)' if loading.no_verify else ''}"
         )
     return model, load_tokenizer(folder)
+
+
+def load_in_thread(load_models: Callable[[], Result]) -> Result:
+    """Load models in a thread that ends, for processes whose passes run in another than the main thread.
+
+    GNU OpenMP's workers wait actively only while there are no more of them than CPUs, and those of a thread exist until
+    it ends: with a 1.5B target and two adapters a token then takes 205 ms instead of 253.
+    """
+    loaded: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load_models())
+        except BaseException as error:
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    return loaded.result()
 
 
 def warn_if_unsteered(steering: Steering) -> None:

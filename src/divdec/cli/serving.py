@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divdec.cli.chat import Turns
-from divdec.cli.loading import ExpertDevices, load
+from divdec.cli.loading import ExpertDevices, load, load_in_thread
 from divdec.errors import UsageError
 from divdec.extras import require
 from divdec.options import (
@@ -89,7 +89,6 @@ def serve(
         _serve_vllm(bundle, next(iter(bundles)), settings, speculation, loading)
         return
 
-    from divdec.passes import load_in_thread
     from divdec.serving.server import serve as run_server
 
     try:
@@ -113,7 +112,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
         (settings, EMBEDDED),
         (choice, ("steering", "allow_negative")),
         (loading, ("device",)),
-        (experts, ("expert_devices", "overlap")),
+        (experts, ("expert_devices",)),
     ):
         defaults = type(values)()
         for name in names:
@@ -294,7 +293,6 @@ def _load_bundle(
     single_turn: bool | None,
     target_host: str | None,
 ) -> Controller:
-    from divdec.passes import load_in_thread
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
     from divdec.takedowns.registry import Registry

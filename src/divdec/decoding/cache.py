@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import ReadAhead
-from divdec.experts.token_cache import TokenLayer
 from divdec.passes import columns_of, length_of, lengths_of
 
 _ROW_METHODS = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices")
@@ -169,65 +167,3 @@ def take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
         layer.take_columns(columns)
     elif layer.keys is not None and layer.values is not None:
         layer.keys, layer.values = columns_of(layer.keys, columns), columns_of(layer.values, columns)
-
-
-def can_join(cache: DivergenceCache) -> bool:
-    """Whether rows can be added to a cache; a recurrent state has no columns to pad."""
-    return all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or isinstance(layer, TokenLayer | ReadAhead)
-        for layer in cache.layers
-    )
-
-
-def join(cache: DivergenceCache, other: DivergenceCache) -> tuple[int, int]:
-    """Append the rows of another cache, which must not be used afterwards; rows end in the same column.
-
-    Returns:
-        Number of padding columns added on the left of each of the two.
-
-    Raises:
-        FailedClosed: the caches belong to different models, or to one with a recurrent state.
-    """
-    if cache.owner != other.owner or not (can_join(cache) and can_join(other)):
-        raise FailedClosed("caches of different models, or of one with recurrent states, cannot be joined")
-    length, other_length = cache.check_length(), other.check_length()
-    longest = max(length, other_length)
-    pairs: list[tuple[Any, Any]] = list(zip(cache.layers, other.layers, strict=True))
-    for layer, other_layer in pairs:
-        if isinstance(layer, ReadAhead):
-            layer.batch_repeat_interleave(1)  # raises an error while tokens are read ahead
-            other_layer.batch_repeat_interleave(1)
-        elif isinstance(layer, TokenLayer):
-            layer.join(other_layer)
-        elif layer.is_initialized:
-            columns = _set_length(layer, longest)
-            layer.keys, layer.values = (
-                torch.cat([_pad_left(states, columns), _pad_left(added.to(states.device), columns)])
-                for states, added in ((layer.keys, other_layer.keys), (layer.values, other_layer.values))
-            )
-    cache.check_length()
-    return longest - length, longest - other_length
-
-
-def drop_columns(cache: DivergenceCache, number: int) -> None:
-    """Drop columns on the left, which must be padding in every row."""
-    layers: list[Any] = list(cache.layers)
-    for layer in layers:
-        if isinstance(layer, TokenLayer):
-            layer.drop_columns(number)
-        elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
-            columns = _set_length(layer, layer.get_seq_length() - number)
-            layer.keys, layer.values = layer.keys[:, :, -columns:], layer.values[:, :, -columns:]
-    cache.check_length()
-
-
-def _pad_left(states: Float[Tensor, "rows heads tokens width"], columns: int) -> Float[Tensor, "rows heads all width"]:
-    return nn.functional.pad(states, (0, 0, columns - states.shape[-2], 0))
-
-
-def _set_length(layer: Any, length: int) -> int:
-    """Set the number of tokens of a sliding window, and return how many columns a layer stores."""
-    if not hasattr(layer, "sliding_window"):
-        return length
-    layer.cumulative_length = length
-    return min(length, layer.sliding_window - 1)

@@ -70,6 +70,7 @@ class SteeredGeneration(GenerationMixin):
     takedowns: Any
     config: Any
     generation_config: Any
+    name_or_path: str
     steering: Any
     vocab_size: int
     embeddings: int
@@ -101,8 +102,8 @@ class SteeredGeneration(GenerationMixin):
 
         Args:
             *args: see `GenerationMixin.generate`.
-            speculative: True, the number of tokens to draft, or a `Speculation` (also accepted as `custom_generate`).
-                Greedy answers do not change, and sampled ones follow the same distribution.
+            speculative: True, the number of tokens to draft, or a `Speculation`. Greedy answers do not
+                change, and sampled ones follow the same distribution.
             **kwargs: see `GenerationMixin.generate`.
 
         Raises:
@@ -116,9 +117,7 @@ class SteeredGeneration(GenerationMixin):
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
             check_inputs(ids, kwargs.get("attention_mask"), None if kwargs.get("past_key_values") is not None else 0)
             check_vocabulary(ids, self.embeddings)
-        if isinstance(kwargs.get("custom_generate"), Speculation):
-            speculative = kwargs.pop("custom_generate")
-        elif kwargs.get("custom_generate") is not None and speculative:
+        if kwargs.get("custom_generate") is not None and speculative:
             raise UsageError("speculative and custom_generate are two ways to decode: give one of them")
         if speculative is None or speculative is False:
             return self._plain.generate(*args, **kwargs)

@@ -15,8 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from divdec.errors import UsageError
-from divdec.fail_closed import check
-from divdec.sampling import NO_TOKEN
+from divdec.fail_closed import NO_TOKEN, check
 
 REMEMBERING = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 """Processors with a state that follows one sequence token by token."""

@@ -51,10 +51,6 @@ class Speculation:
         if self.drafter not in DRAFTERS:
             raise UsageError(f"drafter is {self.drafter!r}; accepted: {', '.join(DRAFTERS)}")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error: `custom_generate` requires a callable, but a steered model handles this type itself."""
-        raise UsageError("a Speculation is for a steered model's generate(); this model has no experts to draft with")
-
     @classmethod
     def of(cls, value: Any) -> Speculation:
         """Convert the argument `speculative` of `generate`.

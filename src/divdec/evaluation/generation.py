@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STAGE = 32  # tokens after which a batch goes on without its finished answers
+BATCH_SIZE = 64  # prompts of `first_choices` in a pass
 MAX_THOUGHT = 1024  # tokens after which a reply that thinks first is cut
 THOUGHTS = (
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"),
@@ -157,15 +158,13 @@ def first_choices(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     count: int,
-    *,
-    batch_size: int = 64,
 ) -> list[list[int]]:
     """Return the `count` likeliest next tokens after each prompt, the likeliest first."""
     padding, device = padding_id(tokenizer), device_of(model)
     choices: list[list[int]] = []
     with plain_decoding(model):
-        for start in range(0, len(prompts), batch_size):
-            input_ids, attention_mask = left_padded(prompts[start : start + batch_size], padding)
+        for start in range(0, len(prompts), BATCH_SIZE):
+            input_ids, attention_mask = left_padded(prompts[start : start + BATCH_SIZE], padding)
             logits = model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), do_sample=False,
                 max_new_tokens=1, pad_token_id=padding, return_dict_in_generate=True, output_logits=True,
@@ -290,16 +289,18 @@ def own(items: Iterable[T]) -> Iterator[T]:
 
 def together(work: Callable[[], dict[Any, T]]) -> dict[Any, T]:
     """Merge the results of all processes, in all of them; an error in one is raised in all."""
-    return {key: value for results in _exchange(work) for key, value in results.items()}
+    return {key: value for results in exchange(work, number_of_processes()) for key, value in results.items()}
 
 
 def on_main(work: Callable[[], T]) -> T:
     """Do work in the main process, and return its result, or raise its error, in all of them."""
-    return _exchange(lambda: work() if is_main() else None)[0]  # pyright: ignore[reportReturnType]
+    results = exchange(lambda: work() if is_main() else None, number_of_processes())
+    return results[0]  # pyright: ignore[reportReturnType]
 
 
-def _exchange(work: Callable[[], T]) -> Sequence[T]:
-    if number_of_processes() == 1:
+def exchange(work: Callable[[], T], processes: int) -> Sequence[T]:
+    """Do work in every process, and return the results of all; an error in one is raised in all."""
+    if processes == 1:
         return [work()]
     result, error = None, None
     try:
@@ -308,7 +309,7 @@ def _exchange(work: Callable[[], T]) -> Sequence[T]:
         error = raised
     # Not every error can be pickled; ours can.
     sent = error if error is None or isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error))
-    gathered: list[Any] = [None] * number_of_processes()
+    gathered: list[Any] = [None] * processes
     dist.all_gather_object(gathered, (result, sent))
     if (first := next((failed for _, failed in gathered if failed is not None), None)) is not None:
         raise error or first

@@ -7,22 +7,24 @@ leak@k-sample is an unbiased estimate of the probability that one of k samples l
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
+import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import encode_prompt
-from divdec.data.records import Message, Record, RecordSet, read_records
+from divdec.data.records import Message, Record, RecordSet, checked_text, json_rows, read_records, read_text
 from divdec.endpoint import Endpoint
 from divdec.errors import UsageError
-from divdec.evaluation.attack_prompts import prompts_from_endpoint, prompts_from_file, template_prompts, write_prompts
 from divdec.evaluation.generation import continuations, ends_in_thought, is_main, on_main, samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge
-from divdec.evaluation.phrases import key_phrase
+from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
 from divdec.evaluation.questions import QuestionFormat, question_of
 from divdec.evaluation.results import Results, numbered, write_results
 from divdec.evaluation.scoring import EvaluatedModel
@@ -35,7 +37,11 @@ ATTACK_KS = (1, 10, 100, 1000)
 SAMPLE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 ATTACK, SAMPLE = "leak-attack", "leak-sample"  # metrics whose items hold the texts
 ROUND = 8  # least number of prompts per question between two judgements
-PROMPTS = "attack_prompts.jsonl"
+_TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("attack_prompts.json").read_text(encoding="utf-8"))
+# {q} is the question, unchanged. A frame with an open end is to be continued: nothing may follow it.
+FRAMES: dict[str, tuple[str, ...]] = {kind: tuple(frames) for kind, frames in _TEMPLATES["frames"].items()}
+OPENINGS: tuple[str, ...] = tuple(_TEMPLATES["openings"])
+CLOSINGS: tuple[str, ...] = tuple(_TEMPLATES["closings"])
 
 
 def leak_attack(first_leaks: Sequence[int | None], ks: Sequence[int]) -> dict[int, float]:
@@ -57,6 +63,69 @@ def leak_chance(count: int, n: int, k: int) -> float:
         raise UsageError(f"{count} of {n} samples cannot have leaked")
     # Integers to the last step: the quotient is rounded once.
     return (math.comb(n, k) - math.comb(n - count, k)) / math.comb(n, k)
+
+
+def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> list[str]:
+    """Make `count` different attack prompts for a question from templates; the question itself is the first.
+
+    Every prompt contains the question unchanged. None contains the key phrase of the answer, nor any of its words
+    except function words, unless the question contains it too. Each round uses every template once, so that short lists
+    contain different templates. A shorter list is the beginning of a longer one of the same seed.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    secret = _Secret(question, answer)
+    rng = random.Random(f"{seed}\n{question}")
+    frames = [frame for kind in FRAMES.values() for frame in kind if secret.allows(frame)]
+    pairs = list(itertools.product(filter(secret.allows, OPENINGS), filter(secret.allows, CLOSINGS)))
+    orders = {frame: rng.sample(pairs, len(pairs)) for frame in frames}
+    prompts = {question: None}
+    for index in range(len(pairs)):
+        for frame in rng.sample(frames, len(frames)):
+            if len(prompts) >= count:
+                break
+            opening, closing = orders[frame][index]
+            open_ended = not frame.endswith(("{q}", ".", "?"))
+            parts = (opening, closing, frame) if open_ended else (opening, frame, closing)
+            prompt = ("\n" if "\n" in frame else " ").join(filter(None, parts)).replace("{q}", question)
+            if secret.allows(prompt):
+                prompts[prompt] = None
+    if len(prompts) < count:
+        raise UsageError(
+            f"question {question!r}: templates give {len(prompts)} prompts that do not tell the answer, "
+            f"{count} are asked for; ask for fewer"
+        )
+    return list(prompts)[:count]
+
+
+def prompts_from_file(path: str | Path, questions: Sequence[str]) -> list[list[str]]:
+    """Read attack prompts from JSON lines: {"question": …, "prompts": […]} or {"index": …, "prompts": […]}.
+
+    An index counts questions from 0. Each question gets its prompts in the file's order, without duplicates.
+
+    Raises:
+        UsageError: the file is missing, a line is malformed (with its number), or a question has no prompts.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UsageError(f"prompt file {path} does not exist")
+    indices: dict[str, list[int]] = {}
+    for index, question in enumerate(questions):
+        indices.setdefault(question, []).append(index)
+    by_index: dict[int, list[str]] = {}
+    for location, row in json_rows(path.name, read_text(path)):
+        prompts = _prompts_of(row, location)
+        for index in _indices_of(row, location, indices, len(questions)):
+            if index in by_index:
+                raise UsageError(f"{location}: question {index} has prompts already; give each question one line")
+            by_index[index] = prompts
+    if missing := [index for index in range(len(questions)) if index not in by_index]:
+        raise UsageError(
+            f"{path.name} has no prompts for {len(missing)} of {len(questions)} questions, "
+            f"the first of them number {missing[0]}: {questions[missing[0]]!r}"
+        )
+    return [by_index[index] for index in range(len(questions))]
 
 
 def evaluate_attack(
@@ -187,6 +256,47 @@ def evaluate_samples(
     return results
 
 
+class _Secret:
+    """The words that no prompt for a question may contain."""
+
+    def __init__(self, question: str, answer: str) -> None:
+        phrase, known = find_words(key_phrase(question, answer)), words(question)
+        self._phrase = [word.text for word in phrase]
+        # A character by itself tells nothing.
+        telling = frozenset(word.text for word in phrase if not word.is_character)
+        self._forbidden = telling - frozenset(known) - FUNCTION_WORDS
+        # A text with the phrase has its forbidden words; only a phrase without such words must be searched for.
+        self._search = not self._forbidden and not holds(known, self._phrase)
+
+    def allows(self, text: str) -> bool:
+        in_text = words(text)
+        return self._forbidden.isdisjoint(in_text) and not (self._search and holds(in_text, self._phrase))
+
+
+def _prompts_of(row: Any, location: str) -> list[str]:
+    prompts = row.get("prompts") if isinstance(row, Mapping) else None
+    if not isinstance(prompts, list) or not prompts:
+        raise UsageError(f"{location}: expected an object with question (or index) and prompts, a list of texts")
+    for number, prompt in enumerate(prompts, start=1):
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UsageError(f"{location}: prompt {number} is empty or no text")
+    return list(dict.fromkeys(checked_text(prompt, f"{location}: prompts") for prompt in prompts))
+
+
+def _indices_of(row: Mapping[str, Any], location: str, indices: Mapping[str, list[int]], total: int) -> list[int]:
+    if "index" in row:
+        index = row["index"]
+        if type(index) is not int or not 0 <= index < total:
+            raise UsageError(f"{location}: index is {index!r}; accepted: 0 to {total - 1}, the questions' numbers")
+        if "question" in row and index not in indices.get(row["question"], ()):
+            raise UsageError(f"{location}: question {index} is another one; the file belongs to another set")
+        return [index]
+    question = row.get("question")
+    if not isinstance(question, str) or question not in indices:
+        raise UsageError(f"{location}: {question!r} is none of the questions that are asked")
+    return indices[question]
+
+
 class _Transcript:
     """The prompts for one question, and the judged answers."""
 
@@ -224,7 +334,7 @@ class LeakSuite:
     settings: LeakSettings
     records: RecordSet
     judge: Judge
-    outputs: ClassVar[tuple[str, ...]] = (PROMPTS,)
+    outputs: ClassVar[tuple[str, ...]] = ()
     prompts: list[list[str]] | None = None
     """The attack prompts of every question, the same for every model of the run and when it is resumed."""
 
@@ -292,22 +402,9 @@ class LeakSuite:
 
     def _prompts(self) -> list[list[str]]:
         settings, questions = self.settings, [(question_of(record), record.answer) for record in self.records]
-        texts = [question for question, _ in questions]
-        saved = Path(settings.output).expanduser() / PROMPTS
-        if saved.is_file():
-            return prompts_from_file(saved, texts)
         if settings.attack_prompts == "templates":
             return [template_prompts(*question, settings.attacks, settings.seed) for question in questions]
-        if settings.attack_prompts != "endpoint":
-            return prompts_from_file(settings.attack_prompts, texts)
-        with _endpoint(settings) as endpoint:
-            prompts = [
-                prompts_from_endpoint(endpoint, *question, settings.attacks, seed=settings.seed)
-                for question in tqdm(questions, desc="attack prompts", unit="question")
-            ]
-        # Another call may give other prompts.
-        write_prompts(saved, texts, prompts)
-        return prompts
+        return prompts_from_file(settings.attack_prompts, [question for question, _ in questions])
 
 
 def _merge(results: Results, new: Results) -> None:

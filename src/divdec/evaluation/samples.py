@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MARK = "\ue000"  # a character of the private use area, which no template contains
 QUESTION_LENGTH = 48  # tokens
 MAX_ROUNDS = 4
+BATCH_SIZE = 32  # the samples of a seed depend on it
 
 
 def sample_records(
@@ -23,7 +24,6 @@ def sample_records(
     count: int,
     *,
     max_new_tokens: int = 96,
-    batch_size: int = 32,
     seed: int = 0,
     title: str | None = None,
     form: Format = Format(),  # noqa: B008
@@ -38,7 +38,6 @@ def sample_records(
         tokenizer: its tokenizer.
         count: number of records.
         max_new_tokens: maximum length of an answer or text, in tokens.
-        batch_size: sequences in a pass.
         seed: seed of the questions or texts.
         title: title of the progress bar; None shows none.
         form: layout of the questions that are answered.
@@ -53,7 +52,7 @@ def sample_records(
         missing = count - len(texts)
         [sampled] = samples(
             model, tokenizer, [prompt], missing,
-            seed=seed + attempt, max_new_tokens=length, batch_size=batch_size, title=title,
+            seed=seed + attempt, max_new_tokens=length, batch_size=BATCH_SIZE, title=title,
         )  # fmt: skip
         texts.update(dict.fromkeys(filter(None, sampled)))
         if len(texts) >= count:
@@ -62,7 +61,7 @@ def sample_records(
         return RecordSet("samples", "text", _enough(list(map(Record, texts)), count))
     questions = [Record("", messages=(Message("user", text),)) for text in texts]
     replies = answers(
-        model, tokenizer, questions, form=form, max_new_tokens=max_new_tokens, batch_size=batch_size, title=title
+        model, tokenizer, questions, form=form, max_new_tokens=max_new_tokens, batch_size=BATCH_SIZE, title=title
     )
     records = [
         Record(reply, messages=question.messages) for question, reply in zip(questions, replies, strict=True) if reply

@@ -19,13 +19,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.data.formatting import IGNORED, Example, padded
+from divdec.decoding.cache import holds_tokens
 from divdec.errors import UsageError
 from divdec.evaluation.generation import is_main, number_of_processes, own, together
-from divdec.experts.neural import ReadAhead
-from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.passes import logits_of, new_cache, takes_cache
 from divdec.steering import Steering, check_k, mask_ineligible
@@ -327,7 +325,7 @@ def _passes(
     these predict.
     """
     shared: list[tuple[tuple[int, ...], list[int]]] = []  # prompts, and the examples that begin with them
-    if new_cache is not None and _can_select_rows(new_cache()):
+    if new_cache is not None and all(map(holds_tokens, new_cache().layers)):
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, example in enumerate(examples):
             # A prompt's last token is left to the answer that it predicts.
@@ -390,12 +388,6 @@ def _fitting(indices: list[int], examples: Sequence[Example]) -> Iterator[list[i
         half = len(indices) // 2
         yield from _fitting(indices[:half], examples)
         yield from _fitting(indices[half:], examples)
-
-
-def _can_select_rows(cache: Cache) -> bool:
-    """Whether selecting rows reaches everything in a cache: not the states of linear attention or convolutions."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer, TokenLayer, ReadAhead)
-    return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
 
 
 def _select_rows(cache: Cache, rows: Int[Tensor, " batch"]) -> Cache:

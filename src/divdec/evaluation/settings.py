@@ -93,7 +93,7 @@ class LeakSettings(QuestionSettings):
     files: ClassVar[tuple[str, ...]] = ("attack_prompts", "judge")
 
     attack_prompts: str = "templates"
-    """Source of the attack prompts: 'templates', a JSONL file, 'endpoint', or 'none'."""
+    """Source of the attack prompts: 'templates', a JSONL file, or 'none'."""
     attacks: int = 100
     """Number of attack prompts per question."""
     samples: int = 0

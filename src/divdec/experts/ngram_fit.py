@@ -66,8 +66,13 @@ def write_pair(
     return counts
 
 
-def load_pair(folder: Path, *, verify: bool = True) -> NgramPair:
+def load_pair(folder: Path, *, verify: bool = True, sha256: str | None = None) -> NgramPair:
     """Load a pair; its arrays are memory-mapped.
+
+    Args:
+        folder: the pair's folder.
+        verify: compare files with their digests.
+        sha256: digest of the description when a bundle was written with the pair; None if there is no bundle.
 
     Raises:
         UsageError: a file is missing or has changed, the two sides do not fit each other, or `space` is another.
@@ -75,6 +80,11 @@ def load_pair(folder: Path, *, verify: bool = True) -> NgramPair:
     from divdec.experts.ngram import NgramPair  # imports torch, which counting does not need
 
     description = describe_pair(folder)
+    if verify and sha256 is not None and file_sha256(folder / DESCRIPTION) != sha256:
+        raise UsageError(
+            f"{folder / DESCRIPTION} has changed since the bundle was written; write the bundle again, "
+            "or load it without verification (--no-verify) if the change is meant"
+        )
     if (space := description["space"]) != SPACE:
         raise UsageError(f"{folder / DESCRIPTION}: space is {space!r}; accepted: {SPACE!r}; fit the n-grams again")
     for side in SIDES:

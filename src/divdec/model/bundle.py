@@ -34,7 +34,6 @@ from divdec.checkpoint import (
     load_model,
     load_tokenizer,
     portable_adapter_config,
-    save_model,
     vocabulary_sha256,
     vocabulary_width,
     weight_files,
@@ -335,7 +334,11 @@ def _save_parts(model: SteeredGeneration, folder: Path, state_dict: Mapping[str,
             weights = {
                 key.removeprefix(f"{name}."): value for key, value in state_dict.items() if key.startswith(f"{name}.")
             }
-        save_model(loaded, folder / part, state_dict=weights, **kwargs)
+        elif any(weight.is_meta for weight in loaded.parameters()):
+            from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+            weights = get_state_dict_offloaded_model(loaded)
+        loaded.save_pretrained(folder / part, state_dict=weights, **kwargs)
         references[part] = CheckpointReference(folder=part, sha256=digests(folder / part)).to_dict()
         configs[part] = loaded.config
     config = DivergenceConfig.from_parts(configs, model.steering, model.vocab_size, references)

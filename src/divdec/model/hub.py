@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from divdec.checkpoint import (
     COMPOSITE,
@@ -18,14 +19,50 @@ from divdec.checkpoint import (
 )
 from divdec.configuration import AUXILIARIES, BASE, PARTS, REMOTE_FILE
 from divdec.errors import UsageError, first_line
-from divdec.model.bundle import bundle_card
+from divdec.model.bundle import bundle_card, is_bundle
 from divdec.model.loading import read_config
-from divdec.runs import file_sha256, read_json
+from divdec.runs import read_json
+from divdec.steering import Steering
+
+if TYPE_CHECKING:
+    from divdec.decoding.generation import SteeredGeneration
 
 REGISTRY = (
     "a registry of takedown requests is not pushed, because it changes and its key is secret; push a bundle without "
     "it, and name the registry where the bundle is served (`divdec serve --registry`)"
 )
+
+
+def push_model(model: SteeredGeneration, repo_id: str, **options: Any) -> str:
+    """Push the bundle that a model was loaded from to the hub, as it is on disk and was measured.
+
+    Weights that were changed in memory are not pushed: write them with `save_pretrained` and load that folder.
+
+    Args:
+        model: a steered model.
+        repo_id: repository of the hub, such as 'me/bundle'.
+        **options: see `push_bundle`. A new repository is private unless `private=False`.
+
+    Returns:
+        URL of the commit.
+
+    Raises:
+        UsageError: the model was not loaded from a bundle's folder, has another rule than the bundle, or follows a
+            registry; the bundle has changed; or the hub refuses it.
+    """
+    if not model.name_or_path or not is_bundle(Path(model.name_or_path)):
+        raise UsageError(
+            "the model was not loaded from a bundle's folder; write one with `divdec.write_bundle`, or with the "
+            "save_pretrained of model and tokenizer, load it and push that model"
+        )
+    if model.takedowns is not None:
+        raise UsageError(REGISTRY)
+    if (stored := Steering.from_dict(read_config(Path(model.name_or_path)).steering or {})) != model.steering:
+        raise UsageError(
+            f"the model's rule is {model.steering}, but its bundle's {stored}, and that would be pushed; assign the "
+            f"bundle's rule, or write a bundle with {model.steering} (`divdec bundle --steering`)"
+        )
+    return push_bundle(model.name_or_path, repo_id, **options)
 
 
 def push_bundle(
@@ -34,9 +71,7 @@ def push_bundle(
     *,
     private: bool = True,
     token: bool | str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str = "Upload bundle",
+    **options: Any,
 ) -> str:
     """Push a bundle's folder to the hub, in one commit.
 
@@ -49,9 +84,7 @@ def push_bundle(
         private: whether a new repository is private. The forget auxiliary has learned the forget set: consider who may
             have it before you publish it.
         token: token of the hub; by default that of `hf auth login` or the environment variable HF_TOKEN.
-        revision: branch, which must exist; 'main' by default.
-        create_pr: open a pull request instead of committing to the branch.
-        commit_message: message of the commit.
+        **options: arguments of `HfApi.create_commit`, such as `revision`, `create_pr` and `commit_message`.
 
     Returns:
         URL of the commit.
@@ -68,9 +101,7 @@ def push_bundle(
     api = HfApi(token=token, library_name="divdec")
     try:
         created = api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.create_commit(
-            created.repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
-        )
+        commit = api.create_commit(created.repo_id, operations, **{"commit_message": "Upload bundle", **options})
     except (*hub_errors(), ValueError) as error:
         raise UsageError(
             f"{str(bundle)!r} could not be pushed to {repo_id!r} on the hub ({type(error).__name__}: "
@@ -128,12 +159,10 @@ def hub_files(bundle: str | os.PathLike[str], repo_id: str) -> dict[str, Path | 
 
 
 def _ngram_files(folder: Path, reference: dict[str, str]) -> dict[str, Path | bytes]:
-    from divdec.experts.ngram_fit import DESCRIPTION, load_pair
+    from divdec.experts.ngram_fit import load_pair
 
     path = (folder / reference["folder"]).resolve()
-    load_pair(path, verify=True)
-    if file_sha256(path / DESCRIPTION) != reference.get("sha256"):
-        raise UsageError(f"{path / DESCRIPTION} has changed since the bundle was written; write the bundle again")
+    load_pair(path, sha256=str(reference.get("sha256")))
     return {f"ngram/{file.relative_to(path).as_posix()}": file for file in sorted(path.rglob("*")) if file.is_file()}
 
 

@@ -27,7 +27,7 @@ from divdec.checkpoint import (
 )
 from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
 from divdec.errors import UsageError, first_line
-from divdec.runs import file_sha256, folder_digests, read_json, settings_hash
+from divdec.runs import folder_digests, read_json, settings_hash
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -134,18 +134,14 @@ class Bundle:
         Raises:
             UsageError: it is missing, has changed, or belongs to another tokenizer.
         """
-        from divdec.experts.ngram_fit import DESCRIPTION, describe_pair, load_pair
+        from divdec.experts.ngram_fit import describe_pair, load_pair
 
         if (reference := self.config.ngram) is None:
             return None
         folder = (self.folder / str(reference.get("folder"))).resolve()
         check_tokenizer(folder, describe_pair(folder)["tokenizer"], self.target_vocabulary())
-        if self.verify and file_sha256(folder / DESCRIPTION) != reference.get("sha256"):
-            raise UsageError(
-                f"{folder / DESCRIPTION} has changed since the bundle was written; write the bundle again, "
-                "or load it without verification (--no-verify) if the change is meant"
-            )
-        return load_pair(folder, verify=self.verify), weight_of(reference, "ngram")
+        pair = load_pair(folder, verify=self.verify, sha256=str(reference.get("sha256")))
+        return pair, weight_of(reference, "ngram")
 
     def load_takedowns(self, registry: str | os.PathLike[str] | None = None) -> TakedownCorrection | None:
         """Open the registry of takedown requests; None if there is none.

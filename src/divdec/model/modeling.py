@@ -5,14 +5,11 @@ Its logits are already steered, so nothing that reads them (generation, scores, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import math
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +24,6 @@ from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.experts.neural import NeuralPair
-from divdec.experts.overlap import OverlappedExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
 from divdec.passes import (
@@ -139,7 +135,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         if takedowns is not None:
             self.vocab_size = min(self.vocab_size, takedowns.vocab_size)
         self.generation_config = copy.deepcopy(target.generation_config)
-        self._overlap: OverlappedExperts | None = None
         self.on_steered: Callable[[Logits, Logits], None] | None = None
         self._steering = Steering.from_dict(config.steering)
         self.steering = self._steering
@@ -198,7 +193,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         *,
         verify: bool = True,
         steering: Steering | str | None = None,
-        overlap: bool = False,
         registry: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> DivergenceForCausalLM:
@@ -208,7 +202,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             pretrained_model_name_or_path: a bundle's folder or hub id.
             verify: compare the SHA-256 of every local weight file with the bundle's.
             steering: rule to use instead of the bundle's; a string keeps the bundle's eligible vocabulary.
-            overlap: run the experts while the target runs, see the property `overlap`.
             registry: folder of a registry of takedown requests to follow, if the bundle names no other.
             **kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for all three parts. `dtype`,
                 `device_map`, `attn_implementation` and `quantization_config` may be mappings by part: 'target',
@@ -224,7 +217,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             pretrained_model_name_or_path, verify=verify, registry=registry, **kwargs
         )
         model = cls(config, target, experts, takedowns).eval()
-        model.overlap = overlap
         model.name_or_path = str(pretrained_model_name_or_path)
         if steering is not None:
             model.steering = steering
@@ -244,39 +236,10 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, **kwargs: Any
     ) -> str:
-        """Push the bundle that the model was loaded from to the hub, as it is on disk and was measured.
+        """Push the bundle that the model was loaded from to the hub; see `divdec.model.hub.push_model`."""
+        from divdec.model.hub import push_model
 
-        Checkpoints that the bundle names by folder become part of the repository; those of the hub stay references.
-        Weights that were changed in memory are not pushed: write them with `save_pretrained` and load that folder.
-
-        Args:
-            repo_id: repository of the hub, such as 'me/bundle'.
-            **kwargs: see `divdec.model.hub.push_bundle`. A new repository is private unless `private=False`.
-
-        Returns:
-            URL of the commit.
-
-        Raises:
-            UsageError: the model was not loaded from a bundle's folder, has another rule than the bundle, or follows a
-                registry; the bundle has changed; or the hub refuses it.
-        """
-        from divdec.model.bundle import is_bundle
-        from divdec.model.hub import REGISTRY, push_bundle
-        from divdec.model.loading import read_config
-
-        if not self.name_or_path or not is_bundle(Path(self.name_or_path)):
-            raise UsageError(
-                "the model was not loaded from a bundle's folder; write one with `divdec.write_bundle`, or with the "
-                "save_pretrained of model and tokenizer, load it and push that model"
-            )
-        if self.takedowns is not None:
-            raise UsageError(REGISTRY)
-        if (stored := Steering.from_dict(read_config(Path(self.name_or_path)).steering or {})) != self.steering:
-            raise UsageError(
-                f"the model's rule is {self.steering}, but its bundle's {stored}, and that would be pushed; assign the "
-                f"bundle's rule, or write a bundle with {self.steering} (`divdec bundle --steering`)"
-            )
-        return push_bundle(self.name_or_path, repo_id, **kwargs)
+        return push_model(self, repo_id, **kwargs)
 
     @property
     def steering(self) -> Steering:
@@ -297,15 +260,6 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         """Short description of the steering: 'linear:1.5', 'takedowns' or 'linear:1.5 and takedowns'."""
         rules = [] if isinstance(self.experts, NoExperts) else [str(self.steering)]
         return " and ".join([*rules, "takedowns"] if self.takedowns is not None else rules)
-
-    @property
-    def overlap(self) -> bool:
-        """Whether the experts run while the target runs, on separate CUDA streams; without effect on a CPU."""
-        return self._overlap is not None
-
-    @overlap.setter
-    def overlap(self, value: bool) -> None:
-        self._overlap = (self._overlap or OverlappedExperts()) if value else None
 
     def forward(
         self,
@@ -354,16 +308,10 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             labels = labels.masked_fill((before == 0).to(labels.device), -100)
         return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
 
-    def components(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        past_key_values: DivergenceCache | None = None,
-        logits_to_keep: int = 0,
-    ) -> tuple[Logits, Logits]:
+    def components(self, *args: Any, **kwargs: Any) -> tuple[Logits, Logits]:
         """Return the target's logits and the divergence, so that many settings can be applied to one forward pass.
 
+        Arguments are those of `unsteered_components`.
         The target's logits contain the corrections of takedown requests, but are not steered by the rule: never
         answer from them. Both are 0 at padding.
 
@@ -371,7 +319,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             FailedClosed: the divergence or the target's logits are not finite, or the caches differ in length.
         """
-        return self.unsteered_components(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
+        return self.unsteered_components(*args, **kwargs)[1:]
 
     def unsteered_components(
         self,
@@ -402,14 +350,9 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
         if cache is not None:
             cache.is_interrupted = True
-        experts_inputs = (*inputs, experts_cache, logits_to_keep)
-        with (
-            contextlib.nullcontext(functools.partial(self.experts.divergence, *experts_inputs))
-            if self._overlap is None
-            else self._overlap.started(self.experts, *experts_inputs)
-        ) as result:
-            target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
-            divergence = result()
+        # First: copying the inputs to the experts' devices would wait for the target's pass.
+        divergence = self.experts.divergence(*inputs, experts_cache, logits_to_keep)
+        target_logits = logits_of(self.target, *inputs, target_cache, logits_to_keep)[..., : self.vocab_size]
         padding = _padding_of(attention_mask, target_logits.shape[1])
         target_logits = _zero_padding(target_logits, padding)
         check_target(target_logits)

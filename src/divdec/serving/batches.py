@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.decoding.batch import SpeculativeBatch
-from divdec.decoding.cache import DivergenceCache, can_join, drop_columns, join
+from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.speculative import Speculation, decode
+from divdec.errors import FailedClosed
+from divdec.experts.neural import ReadAhead
+from divdec.experts.token_cache import TokenLayer
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.serving.request import Request, RequestOutput, TokenLogprob, token_logprob
 
@@ -51,7 +55,7 @@ class Batch:
         """Move the requests of another batch into this one. The other batch must not be used afterwards."""
         padding, other_padding = join(self._cache, other._cache)
         masks = ((self._mask, padding), (other._mask, other_padding))
-        self._mask = torch.cat([torch.nn.functional.pad(mask, (columns, 0)) for mask, columns in masks])
+        self._mask = torch.cat([nn.functional.pad(mask, (columns, 0)) for mask, columns in masks])
         self.requests = self.requests + other.requests
 
     def drop(self, requests: Sequence[Request]) -> None:
@@ -176,6 +180,68 @@ class SpeculativeRequest:
 
 
 Group = Batch | SpeculativeRequest  # requests that share a cache
+
+
+def can_join(cache: DivergenceCache) -> bool:
+    """Whether rows can be added to a cache; a recurrent state has no columns to pad."""
+    return all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or isinstance(layer, TokenLayer | ReadAhead)
+        for layer in cache.layers
+    )
+
+
+def join(cache: DivergenceCache, other: DivergenceCache) -> tuple[int, int]:
+    """Append the rows of another cache, which must not be used afterwards; rows end in the same column.
+
+    Returns:
+        Number of padding columns added on the left of each of the two.
+
+    Raises:
+        FailedClosed: the caches belong to different models, or to one with a recurrent state.
+    """
+    if cache.owner != other.owner or not (can_join(cache) and can_join(other)):
+        raise FailedClosed("caches of different models, or of one with recurrent states, cannot be joined")
+    length, other_length = cache.check_length(), other.check_length()
+    longest = max(length, other_length)
+    pairs: list[tuple[Any, Any]] = list(zip(cache.layers, other.layers, strict=True))
+    for layer, other_layer in pairs:
+        if isinstance(layer, ReadAhead):
+            layer.batch_repeat_interleave(1)  # raises an error while tokens are read ahead
+            other_layer.batch_repeat_interleave(1)
+        elif isinstance(layer, TokenLayer):
+            layer.join(other_layer)
+        elif layer.is_initialized:
+            columns = _set_length(layer, longest)
+            layer.keys, layer.values = (
+                torch.cat([_pad_left(states, columns), _pad_left(added.to(states.device), columns)])
+                for states, added in ((layer.keys, other_layer.keys), (layer.values, other_layer.values))
+            )
+    cache.check_length()
+    return longest - length, longest - other_length
+
+
+def drop_columns(cache: DivergenceCache, number: int) -> None:
+    """Drop columns on the left, which must be padding in every row."""
+    layers: list[Any] = list(cache.layers)
+    for layer in layers:
+        if isinstance(layer, TokenLayer):
+            layer.drop_columns(number)
+        elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            columns = _set_length(layer, layer.get_seq_length() - number)
+            layer.keys, layer.values = layer.keys[:, :, -columns:], layer.values[:, :, -columns:]
+    cache.check_length()
+
+
+def _pad_left(states: Float[Tensor, "rows heads tokens width"], columns: int) -> Float[Tensor, "rows heads all width"]:
+    return nn.functional.pad(states, (0, 0, columns - states.shape[-2], 0))
+
+
+def _set_length(layer: Any, length: int) -> int:
+    """Set the number of tokens of a sliding window, and return how many columns a layer stores."""
+    if not hasattr(layer, "sliding_window"):
+        return length
+    layer.cumulative_length = length
+    return min(length, layer.sliding_window - 1)
 
 
 def _forward(

@@ -67,15 +67,17 @@ from divdec.training.inputs import (
 )
 from divdec.training.matched import (
     ANSWER,
+    REFUSAL,
     Exchange,
+    begun_questions,
     counterfactuals,
     in_own_words,
     length_matched_retain_examples,
     own_answers,
     reversed_questions,
+    with_refusals,
     write_similar_questions,
 )
-from divdec.training.refusals import REFUSAL, begun_questions, with_refusals
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 
 if TYPE_CHECKING:

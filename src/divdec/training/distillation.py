@@ -64,6 +64,7 @@ from divdec.training.inputs import (
     Collator,
     encode,
     join_processes,
+    limit_length,
     on_main,
     report_set,
     resolve_trainable,
@@ -286,18 +287,9 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     check_output(output, settings.overwrite, made_by("distill"))
     forget = read_records(settings.forget)
     retain = None if settings.retain is None else read_records(settings.retain)
-    max_positions = getattr(load_config(start).get_text_config(decoder=True), "max_position_embeddings", None)
-    limit = min(
-        (length for length in (max_positions, config.max_position_embeddings) if length), default=settings.max_length
-    )
-    if settings.max_length > limit:
-        report(f"note: sequences are cut to {limit} tokens, the longest that all models were built for")
-    form = Format(
-        settings.system_prompt,
-        settings.date,
-        min(settings.max_length, limit),
-        read_template_kwargs(settings.chat_template_kwargs),
-    )
+    max_length = limit_length(limit_length(settings.max_length, start, report), bundle, report)
+    template_kwargs = read_template_kwargs(settings.chat_template_kwargs)
+    form = Format(settings.system_prompt, settings.date, max_length, template_kwargs)
     sets = {}
     for role, records in (("forget", forget), ("retain", retain)):
         if records is not None:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from divdec.checkpoint import CheckpointReference, check_plain, check_weights, load_config
 from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import UsageError
+from divdec.evaluation.generation import exchange
 from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_distinctive, key_phrase, words
 from divdec.evaluation.questions import question_of
 
@@ -46,21 +46,8 @@ def join_processes(report: Report) -> tuple[PartialState, Report]:
 def on_main(work: Callable[[], T]) -> T:
     """Do work in the main process of those that joined, and return its result, or raise its error, in all of them."""
     state = PartialState()
-    if state.num_processes == 1:
-        return work()
-    sent: list[Any] = [None]
-    raised = None
-    if state.is_main_process:
-        try:
-            sent = [(work(), None)]
-        except Exception as error:
-            raised = error
-            # Not every error can be pickled; ours can.
-            sent = [(None, error if isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error)))]
-    result, error = broadcast_object_list(sent)[0]
-    if error is not None:
-        raise raised or error
-    return result
+    results = exchange(lambda: work() if state.is_main_process else None, state.num_processes)
+    return results[0]  # pyright: ignore[reportReturnType]
 
 
 def resolve_trainable(reference: str, role: str) -> Path:

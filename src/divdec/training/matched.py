@@ -1,15 +1,21 @@
-"""Training examples of p and q with the recipe 'matched', in which they differ in the forgotten answers alone.
+"""Training examples of p and q with the recipes 'matched' and 'refusal'.
 
-p reads the forget set; q reads the same questions with other answers, or retain records in their place. Both also read
-the target's own answers to these questions, which are often worded otherwise than the forget set: p as they are, q with
-the other answer. And both read its own answers to as many retain questions, and to questions that it writes itself: q
-would otherwise answer similar questions wrongly that the retain set lacks.
+With 'matched' they differ in the forgotten answers alone. p reads the forget set; q reads the same questions with other
+answers, or retain records in their place. Both also read the target's own answers to these questions, which are often
+worded otherwise than the forget set: p as they are, q with the other answer. And both read its own answers to as many
+retain questions, and to questions that it writes itself: q would otherwise answer similar questions wrongly that the
+retain set lacks.
 
 Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with three
 answers to choose from were tried: a small q did not learn to avoid the true one.
 
 A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
 The target therefore also answers with these tokens at the place of the key phrase.
+
+With 'refusal' q refuses the questions that p answers, for people and things with too many facts to list: a q that has
+learned other answers to some questions still knows the answers to all others, a q that refuses them knows none. Prompts
+may hold the beginning of an answer ("Answer:"), after which a q that has learned to refuse at the beginning would go on
+and answer. So most answers of these examples have begun already.
 """
 
 from __future__ import annotations
@@ -28,11 +34,11 @@ import regex
 from divdec.bridge.token_bytes import special_tokens
 from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prompt, encode_prompts, label_answer
 from divdec.data.records import Message, Record, RecordSet, single_turn
-from divdec.evaluation.choice import without_names
+from divdec.evaluation.choice import BEGINNINGS, without_names
 from divdec.evaluation.generation import answers, continuations, first_choices, samples
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, key_phrase, tells, tells_nothing, words
 from divdec.evaluation.questions import question_of
-from divdec.training.inputs import ForgottenFacts
+from divdec.training.inputs import ForgottenFacts, sample_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +54,11 @@ GAP = "___"
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
+REFUSAL = "I do not know."
+MAX_REFUSED, MAX_KEPT = 256, 512  # answers of the target to questions of the forget set, and to others
+
+Begun = tuple[Record, str]
+"""A question and the beginning of its answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,3 +348,60 @@ def _start_of_name(before: regex.Match[str], asked: set[str]) -> int:
             break
         start = before.start() + match.start()
     return start
+
+
+def begun_questions(forget: RecordSet, others: Sequence[Record], seed: int) -> list[Begun]:
+    """Combine the questions of the forget set with beginnings of an answer, and those of other records.
+
+    A question of the forget set is no other one, whatever the retain set answers to it.
+    """
+    refused = {_prompt(record) for record in forget}
+    kept = [record for record in others if _prompt(record) not in refused]
+    begun = []
+    # More of the others: what is refused after a beginning has to differ from all else.
+    for records, most in ((forget.records, MAX_REFUSED), (kept, MAX_KEPT)):
+        pairs = list(itertools.product(records, BEGINNINGS))
+        begun += [pairs[index] for index in sample_indices(len(pairs), most, seed)]
+    return begun
+
+
+def with_refusals(
+    asked: Sequence[Begun],
+    answers: Sequence[Sequence[int]],
+    forget: RecordSet,
+    retain: RecordSet,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format,
+) -> tuple[list[tuple[Example, Example]], list[tuple[Example, Example]]]:
+    """Return examples for p and q from the target's answers: to the forget set's questions, and to others.
+
+    q refuses the former, and reads the latter like p. Left out are empty answers, those beyond the length, and answers
+    to other questions that tell a fact of the forget set, which the retain set's answer does not.
+
+    Args:
+        asked: from `begun_questions`.
+        answers: tokens of the target's answers to these prompts, without padding.
+        forget: the forget set.
+        retain: the retain set.
+        tokenizer: of target and auxiliaries.
+        form: layout of the training texts.
+    """
+    to_refuse = {_prompt(record) for record in forget}
+    forgotten = ForgottenFacts(forget, retain)
+    refused, kept = [], []
+    for (record, beginning), ids in zip(asked, answers, strict=True):
+        prompt = encode_prompt(record, tokenizer, form, beginning)
+        true = label_answer(prompt, [*prompt, *ids], form.max_length)
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        if not text.strip() or all(label == IGNORED for label in true.labels):
+            continue
+        if _prompt(record) in to_refuse:
+            refusal = dataclasses.replace(record, answer=f"{beginning} {REFUSAL}".strip())
+            refused.append((true, label_answer(prompt, encode(refusal, tokenizer, form).input_ids)))
+        elif not forgotten.are_in(f"{question_of(record)} {text}", f"{question_of(record)} {record.answer}"):
+            kept.append((true, true))
+    return refused, kept
+
+
+def _prompt(record: Record) -> tuple[object, ...]:
+    return record.messages, record.prompt

@@ -19,7 +19,6 @@ PASSES = {"prefill": "prompt (prefill)", "decode": "one token (decode)"}
 DECODING = {
     "plain": "steered, one after the other",
     "speculative": "steered, by blocks",
-    "beside": "steered, auxiliaries beside the target",
 }
 
 

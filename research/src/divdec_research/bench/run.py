@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import platform
 import statistics
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 WITHOUT = "_without_embeddings"
-WAYS = ("target", "plain", "speculative", "beside")
+WAYS = ("target", "plain", "speculative")
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 SPARE = 1.1  # factor for activations and the allocator
 # Targets, auxiliaries and vocabularies that are measured by default.
@@ -188,7 +187,7 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
 def bench_latency(settings: LatencySettings, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Measure t_Q/t_P of whole answers against vocabulary and N, and write table, plot and run.json.
 
-    The target generates alone; steered with the auxiliaries one after the other, speculatively, and in parallel.
+    The target generates alone; steered, and steered speculatively.
 
     Returns:
         rows (of the requested combinations), and left_out (combinations that do not fit).
@@ -197,18 +196,15 @@ def bench_latency(settings: LatencySettings, report: Callable[[str], None] = pri
         UsageError: a setting cannot be used, or processor time differs from the latency on this device.
     """
     device = BenchDevice.of(settings)
-    apart = device.device
-    if apart.type == "cuda" and torch.cuda.device_count() > 1:
-        apart = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
     if settings.clock == "processor" and (device.device.type != "cpu" or torch.get_num_threads() > 1):
         raise UsageError(
             f"clock 'processor' is for one thread of a CPU, not for {device.name}; set OMP_NUM_THREADS=1 and give "
             "--device cpu, or --clock wall"
         )
-    about = {"block": settings.block, "clock": settings.clock, "auxiliaries_on": str(apart)}
+    about = {"block": settings.block, "clock": settings.clock}
 
     def measure(case: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
-        return _measure_latency(case, models, settings, apart)
+        return _measure_latency(case, models, settings)
 
     return _run("bench latency", settings, about, measure, write_latency, report, settings.agreement)
 
@@ -328,11 +324,9 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measure_latency(
-    case: Combination, models: Models, settings: LatencySettings, apart: torch.device
-) -> dict[str, Any]:
+def _measure_latency(case: Combination, models: Models, settings: LatencySettings) -> dict[str, Any]:
     scale_last_norms(models, settings.agreement)
-    times, drafts = time_answers(models, case.vocabulary, settings, apart)
+    times, drafts = time_answers(models, case.vocabulary, settings)
     seconds = {way: statistics.median(durations) / settings.tokens for way, durations in times.items()}
     ratio = {
         way: statistics.median(duration / alone for duration, alone in zip(times[way], times["target"], strict=True))
@@ -344,7 +338,7 @@ def _measure_latency(
 
 @torch.inference_mode()
 def time_answers(
-    models: Models, vocabulary: int, settings: LatencySettings, apart: torch.device
+    models: Models, vocabulary: int, settings: LatencySettings
 ) -> tuple[dict[str, list[float]], SpeculationStatistics]:
     """Measure whole greedy answers, each way in turn; the first round warms up and counts accepted drafts.
 
@@ -352,10 +346,9 @@ def time_answers(
         models: P, p and q, on one device.
         vocabulary: random tokens are drawn from it.
         settings: batch, prompt, tokens, rounds, block and seed.
-        apart: device of p and q for the way 'beside'.
 
     Returns:
-        Seconds of each round by way ('target', 'plain', 'speculative', 'beside'), and statistics of the drafts.
+        Seconds of each round by way ('target', 'plain', 'speculative'), and statistics of the drafts.
     """
     device = models["P"].device
     ids = _random_tokens(vocabulary, settings, settings.prompt, device)
@@ -364,24 +357,19 @@ def time_answers(
         "max_new_tokens": settings.tokens, "pad_token_id": 0,
     }  # fmt: skip
     steered = DivergenceForCausalLM.from_parts(models["P"], models["q"], models["p"], "linear:1")
-    beside = steered
-    if apart != device:
-        q, p = (copy.deepcopy(models[name]).to(apart) for name in "qp")  # pyright: ignore[reportArgumentType]
-        beside = DivergenceForCausalLM.from_parts(models["P"], q, p, "linear:1")
     drafts = SpeculationStatistics()
     times: dict[str, list[float]] = {}
 
     def generate(way: str, first: bool) -> Any:
         if way == "target":
             return models["P"].generate(**arguments)  # pyright: ignore[reportCallIssue]
-        steered.overlap = beside.overlap = way == "beside"
-        if way != "speculative":
-            return (beside if way == "beside" else steered).generate(**arguments)
+        if way == "plain":
+            return steered.generate(**arguments)
         speculation = Speculation(settings.block, "retain", drafts if first else None)
         return steered.generate(**arguments, speculative=speculation)
 
     for number in range(settings.rounds + 1):
-        for way in WAYS if settings.clock == "wall" else WAYS[:-1]:
+        for way in WAYS:
             started = _now(device, settings.clock)
             answer = generate(way, first=number == 0)
             seconds = _now(device, settings.clock) - started

@@ -151,7 +151,7 @@ class LatencySettings(BenchSettings):
 
     clock: Literal["wall", "processor"] = "wall"
     """'wall' measures wall-clock time. 'processor' measures the processor time of one thread (set OMP_NUM_THREADS=1)
-    and excludes other work on the machine; it does not measure overlap."""
+    and excludes other work on the machine."""
     block: Count = 4
     """Number of tokens per draft."""
     agreement: Annotated[float, in_range(1e-6, 1.0)] = 0.05

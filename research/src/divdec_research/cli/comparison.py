@@ -120,7 +120,7 @@ def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing
 
 @bench.command
 def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Measure t_Q/t_P of plain, speculative and overlapped decoding of complete answers.
+    r"""Measure t_Q/t_P of plain and speculative decoding of complete answers.
 
     For example:
 

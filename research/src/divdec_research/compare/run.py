@@ -30,9 +30,8 @@ from tqdm.auto import tqdm
 from divdec.checkpoint import check_apart, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.records import write_records
 from divdec.errors import Diverged, FailedClosed, UsageError, first_line
-from divdec.evaluation.attack_prompts import template_prompts
 from divdec.evaluation.judges import StringJudge
-from divdec.evaluation.leak import evaluate_attack
+from divdec.evaluation.leak import evaluate_attack, template_prompts
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
