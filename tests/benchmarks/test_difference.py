@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.attacks import difference as attack
 from divdec.data.records import Message, Record, write_records
-from divdec.serving.logprobs import LogprobPolicy
 from support.served import bundle_of, engine_of, serving
 
 
@@ -63,22 +62,18 @@ def test_servers_that_do_not_differ_give_nothing_away(options, models):
         assert all(figures == {"auc": 0.5, "named": 0.0, "tokens": 0.0} for figures in results.values())
 
 
-@pytest.mark.parametrize("level", ["rounded:0.5", "top-1"])
-def test_columns_of_a_level_are_what_a_server_with_it_shows(options, models, tokenizer, level):
-    """The attack reads log-probabilities by echo, which these levels refuse; a client asks token by token."""
-    most = 1 if level == "top-1" else attack.MAX_LOGPROBS
+def test_column_1_is_what_a_server_with_top_1_shows(options, models, tokenizer):
+    """The attack reads log-probabilities by echo, which top-1 refuses; a client asks token by token."""
     with serving([engine_of(models / "attacked")]) as url, attack.Client(url, tokenizer) as client:
         (full, *_) = client.ask_all(attack.read_questions(options.demo)[:1])
-    with serving([engine_of(models / "attacked")], logprobs=level) as url, attack.Client(url, tokenizer) as client:
+    with serving([engine_of(models / "attacked")], logprobs="top-1") as url, attack.Client(url, tokenizer) as client:
         prompt, ids = full["prompt"], full["ids"]
         assert client.complete(prompt, echo=True, logprobs=1) is None
-        fields = {"max_tokens": 1, "temperature": 0, "logprobs": most, "return_tokens_as_token_ids": True}
+        fields = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "return_tokens_as_token_ids": True}
         for index, top in enumerate(full["top"]):
             (choice,) = client.complete([*prompt, *ids[:index]], **fields)
             shown = {attack.token_id(name): value for name, value in choice["logprobs"]["top_logprobs"][0].items()}
-            assert shown == pytest.approx(
-                {token: LogprobPolicy.parse(level).shown(value) for token, value in top[:most]}, abs=1e-4
-            )
+            assert shown == pytest.approx(dict(top[:1]), abs=1e-4)
 
 
 def test_figures_of_an_attack_that_finds_everything_or_nothing(tokenizer):
