@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -20,8 +17,7 @@ from divdec.remote.settings import RemoteSettings
 if TYPE_CHECKING:
     from divdec.model.loading import Bundle
     from divdec.remote.experts import LoadedExperts
-    from divdec.remote.target import RemoteAnswer, RemoteTarget
-    from divdec.runs import ResumableOutput
+    from divdec.remote.target import RemoteTarget
     from divdec.steering import Steering
 
 
@@ -120,6 +116,7 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import device_map, quiet
+    from divdec.remote.answers import answer_prompts, stream_answer
     from divdec.remote.experts import LoadedExperts, source_digests
     from divdec.runs import resumable_items, settings_hash, write_text
 
@@ -154,55 +151,6 @@ def remote(
         finally:
             if target.completions.usage.requests:
                 print(target.usage_text(), file=sys.stderr)
-
-
-def stream_answer(
-    target: RemoteTarget, prompt: Sequence[int], decoding: Decoding, number: int = 0, answer: RemoteAnswer | None = None
-) -> Iterator[str]:
-    """Answer a prompt of a run, whose number gives it its seed; see `RemoteTarget.stream`."""
-    return target.stream(
-        prompt, decoding.max_new_tokens, temperature=decoding.temperature, seed=(decoding.seed + number) % 2**32,
-        stop=decoding.stop, answer=answer,
-    )  # fmt: skip
-
-
-def answer_prompts(
-    target: RemoteTarget,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Any],
-    decoding: Decoding,
-    concurrency: int,
-    answers: ResumableOutput,
-) -> Iterator[dict[str, Any]]:
-    """Yield answers in the prompts' order, from several requests at a time; `answers` stores each complete one."""
-    from tqdm.auto import tqdm
-
-    from divdec.remote.target import RemoteAnswer
-
-    stopped = threading.Event()
-
-    def answer(number: int) -> dict[str, Any]:
-        if number in answers and answers.items[number]["row"]["prompt"] == texts[number]:
-            return answers.items[number]["row"]
-        result = RemoteAnswer()
-        for _ in stream_answer(target, prompts[number], decoding, number, result):
-            if stopped.is_set():
-                raise UsageError("stopped")
-        row = {"prompt": texts[number], **result.to_dict(), "steering": str(target.steering)}
-        answers.add({"key": number, "row": row})
-        return row
-
-    with ThreadPoolExecutor(concurrency) as pool:
-        tasks = [pool.submit(answer, number) for number in range(len(prompts))]
-        try:
-            for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
-                yield task.result()
-        except KeyboardInterrupt:  # after an error the other answers are completed and stored
-            stopped.set()
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
 
 
 def _bundle(experts: RemoteExperts) -> Bundle:

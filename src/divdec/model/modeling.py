@@ -308,10 +308,16 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             labels = labels.masked_fill((before == 0).to(labels.device), -100)
         return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
 
-    def components(self, *args: Any, **kwargs: Any) -> tuple[Logits, Logits]:
+    def components(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
+        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
+        past_key_values: DivergenceCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> tuple[Logits, Logits]:
         """Return the target's logits and the divergence, so that many settings can be applied to one forward pass.
 
-        Arguments are those of `unsteered_components`.
         The target's logits contain the corrections of takedown requests, but are not steered by the rule: never
         answer from them. Both are 0 at padding.
 
@@ -319,7 +325,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             FailedClosed: the divergence or the target's logits are not finite, or the caches differ in length.
         """
-        return self.unsteered_components(*args, **kwargs)[1:]
+        return self.unsteered_components(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
 
     def unsteered_components(
         self,
