@@ -24,10 +24,13 @@ from pathlib import Path
 
 import psutil
 
+from divdec.checkpoint import CheckpointReference
+from divdec.costs.model_size import read_size
 from divdec.errors import UsageError
 
 GIB = 1 << 30
 BLOCK = 1 << 24  # bytes read at once
+ACTIVATIONS = 2  # GiB in training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,20 @@ def check_memory(gibibytes, purpose):
             f"{purpose} needs {gibibytes:g} GiB of memory; {available:.1f} GiB are available. Close other programs, or "
             "use a larger machine"
         )
+
+
+def check_training(trained, purpose, beside=(), *, lora):
+    """Refuse to train a checkpoint with too little memory; see `check_memory`.
+
+    The trained weights are float32. Without LoRA, gradients and AdamW's two moments have as many bytes each. The
+    checkpoints beside it are loaded in bfloat16.
+    """
+
+    def size(name):
+        return read_size(str(CheckpointReference.parse(str(name)).resolve(Path(), weights=True)), "model").parameters
+
+    needed = (4 if lora else 16) * size(trained) + sum(2 * size(name) for name in beside)
+    check_memory(round(needed / GIB + ACTIVATIONS, 1), purpose)
 
 
 def main(arguments=None):

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import regex as re
 
+from benchmarks.training.models import check_training
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, json_rows, read_text, write_records
@@ -437,6 +438,7 @@ def table(target, steered):
 def run(options):
     options.output.mkdir(parents=True, exist_ok=True)
     check_options(options)
+    check_training(options.base, "this study", [options.target], lora=True)
     write_data(options, options.output, options.subjects)
     asked_about = {row["name"] for row in read_json(options.output / "written.json")["questions"]}
     if silent := [name for name in options.subjects if name not in asked_about]:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.training.models import check_training
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_config, load_tokenizer
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, json_rows, read_records, read_text
@@ -166,6 +167,7 @@ def run(options):
     if (output / TRAINED).exists() and (earlier := read_json(output / TRAINED)) != begun:
         raise UsageError(f"{output} was begun with {earlier}, not {begun}; give another --output")
     write_json(output / TRAINED, begun)
+    check_training(options.target, "this study", lora=options.lora_rank > 0)
     original = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
     forget, retain = (read_records(folder / f"{name}.json") for name in (split, size.retain))
     tuning = tuning_of(output)

@@ -4,6 +4,7 @@ import hashlib
 import zipfile
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from benchmarks.training import models
 from divdec.errors import UsageError
@@ -51,3 +52,14 @@ def test_memory_is_checked_with_both_figures():
     models.check_memory(0.01, "nothing")
     with pytest.raises(UsageError, match=r"three models needs 1e\+06 GiB of memory; [0-9.]+ GiB are available"):
         models.check_memory(1_000_000, "loading three models")
+
+
+def test_memory_of_training_counts_gradients_and_moments(checkpoints, monkeypatch):
+    needed = []
+    monkeypatch.setattr(models, "check_memory", lambda gibibytes, purpose: needed.append(gibibytes))
+    monkeypatch.setattr(models, "GIB", 1)  # bytes
+    target, base = checkpoints / "target", checkpoints / "retain"
+    models.check_training(base, "this study", [target], lora=True)
+    models.check_training(base, "this study", lora=False)
+    size = {folder: AutoModelForCausalLM.from_pretrained(folder).num_parameters() for folder in (target, base)}
+    assert needed == [4 * size[base] + 2 * size[target] + 2, 16 * size[base] + 2]
