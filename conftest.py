@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import hypothesis
+import jaxtyping
 import pytest
 
 from support.tiny import FAMILIES, SHARED, make_parts
@@ -28,14 +29,6 @@ def pytest_configure(config):
         from support import rounding
 
         rounding.install(float(os.environ["DIVDEC_TEST_ROUNDING"]))
-    # Shapes in signatures are checked while tests run, and only then. The hook compiles anew, in every process, what
-    # one of these modules is the first to import; so the large libraries are imported before.
-    from jaxtyping import install_import_hook
-
-    for name in ("beartype", "datasets", "peft", "transformers.trainer", "transformers.generation"):
-        if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
-    install_import_hook(shaped_modules(), "beartype.beartype")
 
 
 def pytest_collection_finish():
@@ -56,6 +49,15 @@ def shaped_modules():
             paths = [path.relative_to(folder) for path in Path(folder).rglob("*.py") if "jaxtyping" in path.read_text()]
             names |= {".".join((package, *path.with_suffix("").parts)).removesuffix(".__init__") for path in paths}
     return sorted(names - {"divdec.decoding.batch"})
+
+
+# Shapes in signatures are checked while tests run, and only then: from here on, because the conftest.py of a folder may
+# import modules before `pytest_configure`. The hook compiles anew, in every process, what one of these modules is the
+# first to import; so the large libraries are imported before.
+for name in ("beartype", "datasets", "peft", "transformers.trainer", "transformers.generation"):
+    if importlib.util.find_spec(name.partition(".")[0]):
+        importlib.import_module(name)
+jaxtyping.install_import_hook(shaped_modules(), "beartype.beartype")
 
 
 @pytest.fixture(scope="session")
