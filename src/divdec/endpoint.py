@@ -93,17 +93,9 @@ class Endpoint:
         if client is not None:
             client.close()
 
-    def complete(
-        self,
-        messages: Iterable[Mapping[str, Any]],
-        *,
-        temperature: float | None = 0.0,
-        max_tokens: int = 512,
-        seed: int | None = None,
-    ) -> str:
-        """Return the model's reply to a conversation; endpoints may ignore the seed."""
-        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        choice = self.create_chat(messages, **{name: value for name, value in options.items() if value is not None})
+    def complete(self, messages: Iterable[Mapping[str, Any]], max_tokens: int = 512) -> str:
+        """Return the model's greedy reply to a conversation."""
+        choice = self.create_chat(messages, temperature=0.0, max_tokens=max_tokens)
         message = choice.get("message")
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, str):

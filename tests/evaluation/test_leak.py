@@ -289,10 +289,10 @@ def chat():
 def test_endpoint_returns_completion(chat):
     server, endpoint = chat(lambda body, count: body["messages"][-1]["content"].upper())
     with endpoint:
-        assert endpoint.complete([{"role": "user", "content": "hello"}], seed=5) == "HELLO"
+        assert endpoint.complete([{"role": "user", "content": "hello"}]) == "HELLO"
     asked = server.requests[0]
     assert asked["path"] == "/v1/chat/completions"
-    assert (asked["model"], asked["temperature"], asked["seed"]) == ("judge-7b", 0.0, 5)
+    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("judge-7b", 0.0, 512)
     assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
     assert "sk-very-secret" not in repr(endpoint)
     assert endpoint.complete([{"role": "user", "content": "again"}]) == "AGAIN"  # closed, and opened anew

@@ -71,7 +71,9 @@ def push_bundle(
     *,
     private: bool = True,
     token: bool | str | None = None,
-    **options: Any,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str = "Upload bundle",
 ) -> str:
     """Push a bundle's folder to the hub, in one commit.
 
@@ -84,7 +86,9 @@ def push_bundle(
         private: whether a new repository is private. The forget auxiliary has learned the forget set: consider who may
             have it before you publish it.
         token: token of the hub; by default that of `hf auth login` or the environment variable HF_TOKEN.
-        **options: arguments of `HfApi.create_commit`, such as `revision`, `create_pr` and `commit_message`.
+        revision: branch, which must exist; 'main' by default.
+        create_pr: open a pull request instead of committing to the branch.
+        commit_message: message of the commit.
 
     Returns:
         URL of the commit.
@@ -101,7 +105,9 @@ def push_bundle(
     api = HfApi(token=token, library_name="divdec")
     try:
         created = api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.create_commit(created.repo_id, operations, **{"commit_message": "Upload bundle", **options})
+        commit = api.create_commit(
+            created.repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
+        )
     except (*hub_errors(), ValueError) as error:
         raise UsageError(
             f"{str(bundle)!r} could not be pushed to {repo_id!r} on the hub ({type(error).__name__}: "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import re
 import socket
 import ssl
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
@@ -135,8 +135,14 @@ def check_origin(origin: str) -> None:
     Raises:
         UsageError: it is neither '*' nor a scheme with a host and possibly a port.
     """
-    match = re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[1-9][0-9]{0,4}))?", origin)
-    if origin != "*" and (match is None or int(match["port"] or 0) >= 2**16):
+    try:
+        parts = urlsplit(origin)
+        port = "" if parts.port is None else f":{parts.port}"
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        valid = bool(host) and parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{host}{port}"
+    except ValueError:
+        valid = False
+    if origin != "*" and not valid:
         raise UsageError(
             f"--cors-origin is {origin!r}; accepted: an origin such as https://chat.example.org or "
             "http://localhost:3000, in lower case and without a path, or * for every page"
