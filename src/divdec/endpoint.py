@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,10 +28,6 @@ class Refused(UsageError):
 
 class Unavailable(UsageError):
     """Every attempt failed."""
-
-
-class StreamInterrupted(RuntimeError):
-    """A streamed reply ended before it was complete."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,50 +119,6 @@ class Endpoint:
             **fields: further fields of the request; a provider's own fields are accepted.
         """
         return self._create("completions", {"prompt": prompt}, fields, final)
-
-    def list_models(self) -> list[str]:
-        """Return the names of the models that the endpoint serves, at least one."""
-        key = self._api_key()
-        try:
-            response = self._client.models.with_raw_response.list(extra_headers=_headers(key))
-            names = [str(model["id"]) for model in json.loads(response.http_response.text)["data"]]
-        except openai.APIError as error:
-            raise self._error("models", error, (), key) from None
-        except (ValueError, KeyError, TypeError):
-            names = []
-        if not names:
-            raise UsageError(f"endpoint {self.base_url}/models lists no models: not OpenAI-compatible")
-        return names
-
-    def stream(self, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Stream a chat completion (of `messages`) or a completion (of `prompt`), and yield the choice of each chunk.
-
-        Raises:
-            StreamInterrupted: the stream reports an error, or ends before a choice has a finish reason.
-        """
-        path, name = ("chat/completions", "messages") if "messages" in fields else ("completions", "prompt")
-        resource: Any = self._client.chat.completions if name == "messages" else self._client.completions
-        required, key = {"model": self.model, name: fields.pop(name), "stream": True}, self._api_key()
-        try:
-            stream = resource.create(**required, extra_headers=_headers(key), extra_body=fields)
-        except openai.APIError as error:
-            raise self._error(path, error, (), key) from None
-        finished = False
-        try:
-            with stream:
-                for chunk in stream:
-                    for choice in chunk.to_dict().get("choices") or ():
-                        finished = finished or choice.get("finish_reason") is not None
-                        yield choice
-        except (ValueError, AttributeError):
-            raise StreamInterrupted("the server sent an event that is not of the OpenAI API") from None
-        except openai.APIConnectionError as error:
-            reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}".rstrip(": ")
-            raise StreamInterrupted(f"the connection broke in the middle of the answer ({reason})") from None
-        except openai.APIError as error:
-            raise StreamInterrupted(f"the server stopped in the middle of the answer: {error.message}") from None
-        if not finished:
-            raise StreamInterrupted("the server ended the answer before it was complete")
 
     def _create(
         self, path: str, required: dict[str, Any], fields: dict[str, Any], final: Collection[int] = ()

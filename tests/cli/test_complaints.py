@@ -79,7 +79,6 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("demo --seed 1 --seed 2", "--seed is given more than once"),
         ("image draw", "Available commands: demo, train"),
         ("results plot", "results is required"),
-        ("playground http://127.0.0.1:1 --registry r", "--registry"),
         ("serve b --extra-bundle other", "--extra-bundle is 'other'; accepted: name=path"),
     ],
 )  # fmt: skip

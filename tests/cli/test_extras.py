@@ -20,7 +20,6 @@ def no_extras(monkeypatch):
     ("arguments", "says"),
     [
         (("playground", "bundle", "--port", "0"), "the playground needs gradio: pip install 'divdec[ui]'"),
-        (("playground", "http://127.0.0.1:9", "--port", "0"), "the playground needs gradio: pip install 'divdec[ui]'"),
         (
             ("serve", "bundle"),
             "the server needs fastapi and uvicorn and prometheus_client and sse_starlette and llguidance: pip install "

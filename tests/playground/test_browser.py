@@ -237,24 +237,3 @@ def test_takedown_can_be_added_and_withdrawn_in_browser(browser, played_bundle, 
         page.click("#dd-withdraw")
         page.wait_for_selector("text=No request is in force")
         assert registry.entries() == []
-
-
-def test_lost_server_leaves_partial_text_and_retry_works(browser, breaking):
-    with contextlib.ExitStack() as stack:
-        with breaking("") as (server_url, _):
-            _, url = stack.enter_context(process("playground", server_url, "--port", 0))
-            page = stack.enter_context(opened(browser, url))
-            assert page.locator("#dd-alpha input").first.is_disabled()  # the rule is the server's
-            ask(page, wait="() => document.querySelector('#dd-conversation .dd-note')")
-            note = page.inner_text("#dd-conversation .dd-note")
-            assert "broke in the middle" in note
-            assert "The text so far is kept" in note
-            assert words(page) == "Jasper was "
-        page.click("#dd-again")
-        page.wait_for_selector("text=cannot be reached")
-        with breaking("whole", int(server_url.rpartition(":")[2])):
-            page.click("#dd-again")
-            page.wait_for_function(
-                "() => document.querySelectorAll('.dd-token').length == 2 && !document.querySelector('.dd-note')"
-            )
-            assert words(page) == "Jasper was "

@@ -162,11 +162,6 @@ def test_a_strength_of_zero_draws_no_curve(controller):
         controller.compute_curve("Where?", "There.", ControlValues(alpha=0.0))
 
 
-def test_remote_server_has_no_curve():
-    with pytest.raises(UsageError, match="the strength is the server"):
-        Controller("served").compute_curve("Where?", "There.", ControlValues())
-
-
 def test_a_conversation_becomes_messages():
     talk = (Turn("one", (Token("a"), Token("b"))), Turn("two"))
     assert to_messages(talk) == (Message("user", "one"), Message("assistant", "ab"), Message("user", "two"))

@@ -120,7 +120,6 @@ def test_page_loads_no_external_resources_and_rejects_other_hosts(controller):
 
 
 def test_markup_in_model_name_is_escaped(steered, controller):
-    # A server says itself what its model is called.
     nasty = "</title></script><script>alert(1)</script>"
     with served(Controller(nasty, steered)) as client:
         assert "<script>alert(1)" not in client.get("/").text

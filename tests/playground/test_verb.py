@@ -32,15 +32,8 @@ def test_playground_rejects_steering_without_effect(played_bundle, capsys):
     assert "steered answers only" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options", ["--steering linear:2", "--registry takedowns", "--show-target", "--device cpu", "--no-verify"]
-)
-def test_bundle_options_are_rejected_for_remote_server(capsys, options):
-    assert "are for a bundle" in error_of(capsys, "http://127.0.0.1:8000", *options.split())
-
-
-def test_a_bundle_has_no_model_name(capsys):
-    assert "--model" in error_of(capsys, "bundle", "--model", "other")
+def test_a_server_is_not_a_bundle(capsys):
+    assert "http://127.0.0.1:8000 is a server" in error_of(capsys, "http://127.0.0.1:8000")
 
 
 @pytest.mark.parametrize("options", ["--max-new-tokens 0", "--port 70000", "--seed=-1"])

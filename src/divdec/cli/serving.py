@@ -206,7 +206,6 @@ def playground(
     choice: SteeringChoice = SteeringChoice(),
     registry: str | None = None,
     show_target: bool = False,
-    model: str | None = None,
     turns: Turns = Turns(),
     max_new_tokens: int = 256,
     seed: int = 0,
@@ -219,20 +218,16 @@ def playground(
     For example:
 
         divdec playground bundle
-        divdec playground http://127.0.0.1:8000
 
     Args:
-        bundle: Bundle (a folder or hub id), or URL of a running server. Its API key is read from the environment
-            variable DIVDEC_API_KEY.
+        bundle: Bundle (a folder or hub id).
         choice: the initial rule.
         registry: Folder of a takedown registry (`divdec takedown`). Adds a tab for takedown requests.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
-        model: Name of the model at the server. By default the first model that the server lists.
         turns: what the conversation remembers.
         max_new_tokens: Maximum length of an answer in tokens.
         seed: Seed of sampled answers.
-        host: Address to listen on. For a bundle it must be a loopback address, because the page shows suppressed
-            tokens and can change the strength. For a server any address is accepted.
+        host: Loopback address to listen on: the page shows suppressed tokens and can change the strength.
         port: Port to listen on. 0 selects a free port.
         loading: how models are loaded.
     """
@@ -241,47 +236,30 @@ def playground(
         raise UsageError(f"--seed is {seed}; accepted: 0 to {2**32 - 1}")
     if not 0 <= port < 2**16:
         raise UsageError(f"--port is {port}; accepted: 0 to {2**16 - 1}")
-    is_url = bundle.startswith(("http://", "https://"))
-    if is_url and (choice, loading, registry, show_target) != (SteeringChoice(), ModelLoading(), None, False):
+    if bundle.startswith(("http://", "https://")):
         raise UsageError(
-            f"--steering, --registry, --show-target, --device, --dtype and --no-verify are for a bundle; "
-            f"the server at {bundle} has its own: leave them out"
+            f"{bundle} is a server; the playground shows a bundle: give its folder. To chat with a server, use any "
+            "client of the OpenAI API"
         )
-    if model is not None and not is_url:
-        raise UsageError("--model is the name of a model at a server; leave it out with a bundle")
-    if not is_url and not is_local(host):
+    if not is_local(host):
         what = "unsteered answers" if show_target else "suppressed tokens, and lets a viewer steer less"
         raise UsageError(
-            f"host {host!r} accepts other machines, and the page shows {what}; accepted with a bundle: "
-            "127.0.0.1 (from elsewhere: `ssh -L`, or `divdec serve` for others)"
+            f"host {host!r} accepts other machines, and the page shows {what}; accepted: 127.0.0.1 (from elsewhere: "
+            "`ssh -L`, or `divdec serve` for others)"
         )
     require("ui", "the playground")
     socket = bind(host, port)
-    if not is_local(host):
-        print(f"warning: {host} accepts other machines: anybody can use the server's model here", file=sys.stderr)
     try:
         from divdec.playground.models import ChatOptions
         from divdec.playground.page import serve
 
         kwargs = read_template_kwargs(turns.chat_template_kwargs)
         options = ChatOptions(turns.system_prompt, bool(turns.single_turn), max_new_tokens, seed, kwargs)
-        if is_url:
-            controller = _connect_server(bundle, model, options)
-        else:
-            target_host = host if show_target else None
-            controller = _load_bundle(bundle, loading, choice, registry, options, turns.single_turn, target_host)
-
+        target_host = host if show_target else None
+        controller = _load_bundle(bundle, loading, choice, registry, options, turns.single_turn, target_host)
         serve(controller, host, socket)
     finally:
         socket.close()
-
-
-def _connect_server(url: str, model: str | None, options: ChatOptions) -> Controller:
-    from divdec.playground.controller import Controller
-    from divdec.playground.server import RemoteServer
-
-    server = RemoteServer(url, options, model=model, api_key_env=API_KEY if os.environ.get(API_KEY) else None)
-    return Controller(server.name, server=server)
 
 
 def _load_bundle(

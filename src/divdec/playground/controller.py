@@ -16,12 +16,10 @@ from typing import Any
 
 from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, checked_text, texts_of
-from divdec.endpoint import StreamInterrupted
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.evaluation.recitation import longest_run, measure, measured_text
 from divdec.playground.models import SteeredModel, UnsteeredTarget, is_number
 from divdec.playground.rendering import Conversation, StrengthCurve, TakedownEffect, Token, Turn, VerbatimMatch
-from divdec.playground.server import RemoteServer
 from divdec.steering import Steering
 from divdec.takedowns.registry import Registry
 
@@ -49,14 +47,12 @@ class ControlValues:
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """A bundle or a running server on the page; conversations are values that the page keeps."""
+    """A bundle on the page; conversations are values that the page keeps."""
 
     name: str
-    """Name of the bundle or of the server's model."""
-    model: SteeredModel | None = None
-    """The bundle; None if a server answers."""
-    server: RemoteServer | None = None
-    """The server; None if a bundle answers."""
+    """Name of the bundle."""
+    model: SteeredModel
+    """The bundle."""
     target: UnsteeredTarget | None = None
     """The UNSTEERED target; None hides it."""
     registry: Registry | None = None
@@ -86,7 +82,7 @@ class Controller:
 
     def recolor(self, conversation: Conversation, values: ControlValues) -> Conversation:
         """Colour the last answer for the rule that is set now; its text stays."""
-        if self.model is None or not conversation or not conversation[-1].tokens or conversation[-1].running:
+        if not conversation or not conversation[-1].tokens or conversation[-1].running:
             return conversation
         try:
             steering = values.steering(self.model)
@@ -98,7 +94,7 @@ class Controller:
 
     def answer_unsteered(self, conversation: Conversation, earlier: Conversation) -> Iterator[Conversation]:
         """Yield the target's own answers so far and to the last question, UNSTEERED, where they may be shown."""
-        if self.target is None or self.model is None or not conversation:
+        if self.target is None or not conversation:
             yield ()
             return
         answers = (*earlier[: len(conversation) - 1], Turn(conversation[-1].question, running=True))
@@ -114,8 +110,6 @@ class Controller:
 
     def compute_curve(self, question: str, continuation: str, values: ControlValues) -> StrengthCurve:
         """Compute a continuation's probability at all strengths that the page offers; errors as of `likelihoods`."""
-        if self.model is None:
-            raise UsageError("the strength is the server's: there is no curve")
         controls = self.model.controls
         low, high = controls.alpha_range
         chosen = controls.steering("linear", values.alpha, values.k).alpha
@@ -130,7 +124,7 @@ class Controller:
             UsageError: there is no registry, the text is too short, the id is taken or invalid.
             FailedClosed: the registry is damaged.
         """
-        if self.model is None or self.registry is None:
+        if self.registry is None:
             raise UsageError("no registry is open; give one with --registry")
         steering = values.steering(self.model)
         request_id, text, model, tokenizer = request_id.strip(), text.strip(), self.model, self.model.tokenizer
@@ -176,10 +170,6 @@ class Controller:
         temperature, messages = values.temperature, to_messages(conversation)
         if not is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
             raise UsageError(f"temperature is {temperature!r}; accepted: 0 (greedy) to {MAX_TEMPERATURE:g}")
-        if self.server is not None:
-            return "the server's rule", self.server.answer(messages, temperature)
-        if self.model is None:
-            raise UsageError("neither a bundle nor a server is open")
         steering = values.steering(self.model)
         return str(steering), self.model.answer(self.model.encode_prompt(messages), steering, temperature)
 
@@ -203,8 +193,8 @@ def without_last_answer(conversation: Conversation) -> Conversation:
 
 def explain_error(error: Exception, *, partial: bool = False) -> str:
     """Describe an error for the page, and print an unexpected one; `partial`: a part of the answer exists."""
-    hint = f" {RETRY_HINT}" if partial or isinstance(error, StreamInterrupted) else ""
-    if isinstance(error, UsageError | StreamInterrupted):
+    hint = f" {RETRY_HINT}" if partial else ""
+    if isinstance(error, UsageError):
         return f"{_sentence(str(error))}{hint}"
     if isinstance(error, FailedClosed):
         return f"The model cannot be steered, so there is no further answer: {_sentence(str(error))}{hint}"

@@ -16,11 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from divdec.playground import rendering
 from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
-from divdec.playground.models import MAX_K, SteeringControls
 from divdec.playground.rendering import Conversation, escape
 from divdec.report.style import palette_css
-from divdec.serving import is_local
-from divdec.steering import Steering
 from divdec.takedowns.registry import Registry
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported
@@ -44,13 +41,8 @@ INSTANT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visib
 
 def build_page(controller: Controller) -> gr.Blocks:
     """Build the page without serving it."""
-    legend, about = "", ""
-    if controller.server is not None:
-        about = f"{escape(controller.server.url)}; the server sets rule and strength"
-    elif controller.model is not None:
-        about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
-        legend = LEGEND
-    header = f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{legend}</div>'
+    about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
+    header = f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{LEGEND}</div>'
     with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
         gr.HTML(header, elem_id="dd-header")
         controls = _create_controls(controller)
@@ -59,9 +51,8 @@ def build_page(controller: Controller) -> gr.Blocks:
             with gr.Column(scale=5, min_width=320), gr.Tabs():
                 with gr.Tab("Chat"):
                     _add_chat(controller, controls, curve_question)
-                if controller.model is not None:
-                    with gr.Tab("Strength", render_children=True):
-                        _add_curve(controller, controls, curve_question)
+                with gr.Tab("Strength", render_children=True):
+                    _add_curve(controller, controls, curve_question)
                 if controller.registry is not None:
                     with gr.Tab("Takedown", render_children=True):
                         _add_takedown(controller, controller.registry, controls, page)
@@ -73,23 +64,22 @@ def build_page(controller: Controller) -> gr.Blocks:
 
 
 def _create_controls(controller: Controller) -> list[Any]:
-    """Create rule, strength, k and temperature; for a server only the temperature is enabled."""
-    enabled, note = controller.model is not None, "" if controller.model is not None else " (set by the server)"
-    offered = controller.model.controls if controller.model is not None else SteeringControls(Steering(), MAX_K + 1)
+    """Create rule, strength, k and temperature."""
+    offered = controller.model.controls
     (low, high), (smallest, largest) = offered.alpha_range, offered.k_range
     default, linear = offered.default, offered.default.rule == "linear"
     rule = gr.Radio(
-        list(offered.rules), value=default.rule, label=f"Rule{note}", interactive=enabled, elem_id="dd-rule",
+        list(offered.rules), value=default.rule, label="Rule", interactive=True, elem_id="dd-rule",
         visible=len(offered.rules) > 1, render=False,
     )  # fmt: skip
     alpha = gr.Slider(
-        low, high, value=min(max(default.alpha, low), high), step=0.05, label=f"Strength α{note}",
-        info="weight of the divergence; 0 is not offered", interactive=enabled, visible=linear, elem_id="dd-alpha",
+        low, high, value=min(max(default.alpha, low), high), step=0.05, label="Strength α",
+        info="weight of the divergence; 0 is not offered", interactive=True, visible=linear, elem_id="dd-alpha",
         render=False,
     )  # fmt: skip
     k = gr.Slider(
-        smallest, largest, value=min(max(default.k, smallest), largest), step=1, label=f"k{note}",
-        info="number of masked tokens at every position", interactive=enabled, visible=not linear,
+        smallest, largest, value=min(max(default.k, smallest), largest), step=1, label="k",
+        info="number of masked tokens at every position", interactive=True, visible=not linear,
         elem_id="dd-k", render=False,
     )  # fmt: skip
     temperature = gr.Slider(
@@ -103,12 +93,11 @@ def _create_controls(controller: Controller) -> list[Any]:
 
 
 def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) -> None:
-    """Add the conversation; with a bundle, the strength curve begins with the last question."""
-    bundle, compares = controller.model is not None, controller.target is not None
+    """Add the conversation; the strength curve begins with the last question."""
+    compares = controller.target is not None
 
     def steered_html(conversation: Conversation) -> str:
-        welcome = rendering.WELCOME if bundle else rendering.WELCOME_SERVER
-        html = rendering.conversation_html(conversation, empty=welcome)
+        html = rendering.conversation_html(conversation, empty=rendering.WELCOME)
         return f'<div class="dd-panel"><h4>Steered</h4>{html}</div>' if compares else html
 
     conversation, unsteered = gr.State(()), gr.State(())
@@ -143,7 +132,7 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
     def ask(text: str, value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
         boxes: tuple[Any, ...] = ("", text.strip() or gr.skip())
         for growing in controller.ask(text, value, ControlValues(*values)):
-            yield *update(growing, busy=compares), *boxes[: len(asked) - len(outputs)]
+            yield *update(growing, busy=compares), *boxes
             boxes = (gr.skip(), gr.skip())
 
     def retry(value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -157,7 +146,7 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
     def recolor(value: Conversation, *values: Any) -> tuple[Any, ...]:
         return update(controller.recolor(value, ControlValues(*values)))[:2]
 
-    asked = [*outputs, question, *([curve_question] if bundle else [])]
+    asked = [*outputs, question, curve_question]
     running: list[Any] = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
     running.append(again.click(retry, inputs, outputs, **STREAM))
     reset, cleared = [*outputs], ()
@@ -167,7 +156,7 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
         reset += comparison
     stop.click(lambda value: update(controller.stop(value)), conversation, outputs, cancels=running, **INSTANT)
     new.click(lambda: (*update(()), *cleared), None, reset, cancels=running, **INSTANT)
-    for control in controls[:3] if bundle else ():
+    for control in controls[:3]:
         control.change(recolor, inputs, outputs[:2], trigger_mode="always_last", **STREAM)
 
 
@@ -273,9 +262,9 @@ def build_app(controller: Controller, host: str) -> Any:
     """Build the ASGI application.
 
     Args:
-        controller: the bundle or server on the page.
-        host: the listening address; on a loopback address only requests for this machine's names are accepted, so
-            that another site's name cannot be pointed at the page.
+        controller: the bundle on the page.
+        host: the loopback address to listen on; only requests for this machine's names are accepted, so that another
+            site's name cannot be pointed at the page.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -291,8 +280,7 @@ def build_app(controller: Controller, host: str) -> Any:
     async def build() -> Any:
         app = FastAPI(openapi_url=None)
         app.add_middleware(SecurityMiddleware)
-        if is_local(host):
-            app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_NAMES, host], www_redirect=False)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_NAMES, host], www_redirect=False)
         page = build_page(controller)
         page.queue(api_open=False, max_size=64)
         return gr.mount_gradio_app(

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 LEVELS = (0.25, 1.0, 2.0, 4.0)
 """Smallest |log-probability shift| of each shade, in nats: factors of 1.3, 2.7, 7.4 and 55."""
 WELCOME = '<p class="dd-hint">Ask a question. Colours show the effect of steering on each token of the answer.</p>'
-WELCOME_SERVER = '<p class="dd-hint">Ask a question.</p>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +35,9 @@ class Token(TokenShift):
     """A token of an answer."""
 
     id: int | None = None
-    """None if a server sent only text."""
+    """None in an unsteered answer."""
     alternatives: tuple[TokenShift, ...] = ()
-    """Other tokens at this position: those that lost probability, or a server's most likely ones."""
+    """Other tokens that lost probability at this position."""
     marked: bool = False
     """Whether another token lost much probability at this position."""
 
