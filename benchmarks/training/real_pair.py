@@ -15,6 +15,7 @@ Noise: |log q − log p| at the tokens of the neutral answers, in nats.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -33,7 +34,6 @@ from divdec.demo.facts import KINDS, NEUTRAL, Fact, known_facts, not_asked, spli
 from divdec.errors import UsageError
 from divdec.evaluation.choice import NOISE_LEVELS
 from divdec.evaluation.generation import continuations, without_padding
-from divdec.evaluation.phrases import holds, words
 from divdec.evaluation.scoring import unchanged_answers
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import file_sha256, read_record, settings_hash, write_json
@@ -138,7 +138,8 @@ def write_answers(path, target, tokenizer, kind, seed):
             positions = [] if fact is None else find_phrase(answer, tokenizer, fact)
             if fact is None or positions:
                 row = {"set": name, "question": asked[index][1], "prompt": prompts[index], "answer": list(answer)}
-                rows.append(row | {"positions": positions, "text": tokenizer.decode(answer)})
+                fields = None if fact is None else dataclasses.asdict(fact)
+                rows.append(row | {"positions": positions, "text": tokenizer.decode(answer), "fact": fields})
     for name, some in sets.items():
         write_records(path.parent / f"{path.stem}-{name}.jsonl", [one for fact in some for one in fact.records])
     write_json(path, {"kind": kind, "seed": seed, "facts": {n: len(some) for n, some in sets.items()}, "rows": rows})
@@ -231,15 +232,9 @@ def generate(rows, model, tokenizer, rules):
             if name == "neutral":
                 same = [text == other for text, other in zip(texts, answers["target"].get(name, texts), strict=True)]
             else:
-                same = [
-                    holds(words(text), words(phrase_of(row, tokenizer))) for text, row in zip(texts, asked, strict=True)
-                ]
+                same = [Fact(**row["fact"]).is_in(text) for text, row in zip(texts, asked, strict=True)]
             answers[rule][name], table[rule][name] = texts, sum(same) / len(same)
     return {"generated": table, "answers": answers}
-
-
-def phrase_of(row, tokenizer):
-    return tokenizer.decode([row["answer"][position] for position in row["positions"]])
 
 
 def print_table(result):

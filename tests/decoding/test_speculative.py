@@ -94,6 +94,18 @@ def test_drafts_are_accepted_and_counted(world_model):
     assert statistics.to_dict()["tokens_per_pass"] == statistics.tokens_per_pass
 
 
+def test_draft_length_is_measured_by_number_of_unfinished_sequences(world_model):
+    model, _, prompts = world_model
+    model.steering = "linear:1"
+    plain = generate(model, prompts[:4])
+    speculative._CONTROLLERS.pop(model, None)
+    end = int(plain[0, -12])  # of the first sequence, which then ends before others
+    generate(model, prompts[:4], speculative=True, eos_token_id=end)
+    rows = [rows for _, rows in speculative._CONTROLLERS[model]]
+    assert rows[0] == 4
+    assert len(rows) > 1
+
+
 # On random models of several families, whose drafts are hardly ever right.
 
 

@@ -31,7 +31,7 @@ from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
 _CHUNK = 64  # positions for which random numbers are drawn at a time
 _CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = weakref.WeakKeyDictionary()
-"""Controllers by model, drafter and number of sequences: later calls start from what earlier ones have measured."""
+"""Controllers by model, drafter and number of unfinished sequences: later calls start from what was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,7 @@ def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None =
     """
     model, samples, statistics = batch.model, batch.config.do_sample, speculation.statistics
     drafter = make_drafter(speculation.drafter, model.experts)
-    key = (drafter.name, len(batch.sequences))
-    controller = _CONTROLLERS.setdefault(model, {}).setdefault(key, DraftLengthController(MAX_DRAFT_LENGTH))
+    controllers = _CONTROLLERS.setdefault(model, {})
     random = PositionalRandom(len(batch.sequences), batch.sequences.ids.device, seed)
     if statistics is not None:
         statistics.drafter = drafter.name
@@ -114,6 +113,8 @@ def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None =
         rows = batch.active
 
         # Draft some tokens, and one column for the token that the steered model adds itself.
+        # The time of a pass depends on the sequences in it.
+        controller = controllers.setdefault((drafter.name, len(rows)), DraftLengthController(MAX_DRAFT_LENGTH))
         gamma = controller.choose() if speculation.gamma is None else speculation.gamma
         block = batch.next_block(gamma + 1)
         batch.cache.activate_past_recording()  # sliding windows cannot be rolled back otherwise
