@@ -81,7 +81,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         ],
     ),
     "people": (
-        "| refusal | blanks | questions | attacks | neighbours |",
+        "| rule | blanks | questions | attacks | neighbours |",
         [
             ("| target | " + PEOPLE, FIVE, "target"),
             ("| **linear:1.5:2.5:full** | " + PEOPLE, FIVE, "linear-1.5-2.5-full"),
