@@ -2,12 +2,8 @@
 
     make demo
     python -m research.studies.pretrained --student demo --news NEWS --output runs/student
-    python -m research.studies.pretrained --student PAIR --target qwen-1.5b.gguf --kind symbols \
-        --lora-rank 16 --samples 64
 
 A student learns the steered answers of the bundle of `make demo` to the forget set, and the target's to the retain set.
-PAIR is another folder with bundle, forget.jsonl and retain.jsonl, of facts of one kind. With --samples the student also
-rehearses the target's answers to questions that the target samples. With --lora-rank adapters are trained, then merged.
 Columns as in the demo's table; the perplexity is that of 32 news texts, relative to the target's. Attacks on it: int8,
 int4 (rounded weights, of the target too), relearning (training on all wordings of a third of the forgotten facts; the
 other facts are asked) and unrelated (training on as many facts of the retain set), both at several learning rates.
@@ -28,11 +24,10 @@ from benchmarks.attacks.recovery import quantise
 from divdec import DivergenceForCausalLM
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import Format, encode_set
-from divdec.data.records import RecordSet, read_records, write_records
+from divdec.data.records import RecordSet, read_records
 from divdec.demo.facts import NEUTRAL, ask, known_facts, split
 from divdec.demo.pretrained import COLUMNS, KIND, NEUTRAL_LENGTH, TARGET, measure
 from divdec.errors import Interrupted, UsageError
-from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import mean_loss, score
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import load_for_training
@@ -41,8 +36,7 @@ from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import DistillationSettings, TrainingSettings
 from divdec_research.report.tables import markdown_table
 
-RATE, ADAPTER_RATE, EPOCHS, DIRECTION = 1e-4, 2e-4, 10.0, "student-teacher"
-SAMPLE = 64  # tokens of an answer to a sampled question
+RATE, EPOCHS, DIRECTION = 1e-4, 10.0, "student-teacher"
 RATES = 5e-5, 1e-4, 2e-4
 AFTER = 2, 4  # epochs of relearning, after which questions are asked
 BATCH = 4
@@ -55,11 +49,11 @@ class StudentRun:
     """Models and questions of a run, and the rows that it has so far."""
 
     def __init__(self, options):
-        self.demo, self.output, self.options = options.demo, options.output, options
-        self.target = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
+        self.demo, self.output = options.demo, options.output
+        self.target = CheckpointReference.parse(TARGET).resolve(Path(), weights=True)
         self.tokenizer = load_tokenizer(self.target)
         target = load(self.target)
-        self.sets = split(known_facts(target, self.tokenizer, [options.kind]), options.seed)
+        self.sets = split(known_facts(target, self.tokenizer, [KIND]), options.seed)
         asked = [record.answer for fact in self.sets["forget"] for record in fact.records]
         if [record.answer for record in read_records(self.demo / "forget.jsonl")] != asked:
             raise UsageError(f"{self.demo} is not a demo of this seed on this machine; run make demo again")
@@ -69,15 +63,6 @@ class StudentRun:
             self.news = encode_set(read_records(options.news), self.tokenizer, Format(max_length=NEWS_LENGTH))[:NEWS]
             self.perplexity = perplexity(target, self.news)
         self.output.mkdir(parents=True, exist_ok=True)
-        self.rehearsed = self.output / "rehearsed.jsonl"
-        if not self.rehearsed.exists():
-            sampled = (
-                sample_records(target, self.tokenizer, options.samples, max_new_tokens=SAMPLE)
-                if options.samples
-                else ()
-            )
-            retain = read_records(self.demo / "retain.jsonl")
-            write_records(self.rehearsed, [*retain, *sampled])
         self.file = self.output / "results.json"
         self.results = read_json(self.file) if self.file.exists() else {}
 
@@ -100,13 +85,11 @@ class StudentRun:
         """Train the student, if it is not there."""
         folder = self.output / "student"
         if not folder.exists():
-            rank = self.options.lora_rank
             distill(
                 DistillationSettings(
                     bundle=str(self.demo / "bundle"), forget=str(self.demo / "forget.jsonl"),
-                    retain=str(self.rehearsed), output=str(folder), learning_rate=ADAPTER_RATE if rank else RATE,
-                    epochs=self.options.epochs, direction=DIRECTION, rehearse=len(read_records(self.rehearsed)),
-                    lora_rank=rank,
+                    retain=str(self.demo / "retain.jsonl"), output=str(folder), learning_rate=RATE, epochs=EPOCHS,
+                    direction=DIRECTION, rehearse=len(read_records(self.demo / "retain.jsonl")),
                 )
             )  # fmt: skip
         return folder
@@ -153,9 +136,7 @@ class StudentRun:
                 curve[str(epoch * per_epoch)] = self.stated(trained, asked)
 
         curve["0"] = self.stated(model.eval(), asked)
-        settings = TrainingSettings(
-            epochs=float(AFTER[-1]), learning_rate=rate, batch_size=BATCH, lora_rank=self.options.lora_rank
-        )
+        settings = TrainingSettings(epochs=float(AFTER[-1]), learning_rate=rate, batch_size=BATCH)
         with tempfile.TemporaryDirectory() as work:
             fine_tune(
                 model, self.tokenizer, examples, settings, Path(work), title=f"{attack}, {rate:g}", measure=False,
@@ -197,11 +178,6 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--news", help="plain text for perplexity, such as MUSE-News privleak/retain.jsonl")
     parser.add_argument("--student", required=True, type=Path, metavar="DEMO", dest="demo", help="folder of make demo")
-    parser.add_argument("--target", default=TARGET)
-    parser.add_argument("--kind", default=KIND, help="kind of the facts")
-    parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--epochs", type=float, default=EPOCHS)
-    parser.add_argument("--samples", type=int, default=0, help="questions that the target samples and answers")
     parser.add_argument("--seed", type=int, default=0, help="the demo's")
     options = parser.parse_args()
     try:
