@@ -491,9 +491,9 @@ def test_only_model_trained_on_secret_leaks(trained, tokenizer, asked, tmp_path)
     options = {"n": 6, "temperature": 0.3, "seed": 1, "max_new_tokens": 32}
     leaky = evaluate_samples(knows, tokenizer, asked, judge, **options)
     tight = evaluate_samples(ignorant, tokenizer, asked, judge, **options)
-    assert set(leaky.figures) == {"leak@1-sample", "leak@2-sample", "leak@4-sample"}
+    assert set(leaky.figures) == {"leak@1-sample", "leak@2-sample", "leak@4-sample", "leak@6-sample"}
     assert leaky.figures["leak@1-sample"] > 0.5
-    assert tight.figures["leak@4-sample"] == 0.0
+    assert tight.figures["leak@6-sample"] == 0.0
     item = leaky.items["leak-sample"]["0"]
     assert len(item["samples"]) == 6
     assert item["leaks"] == sum(sample["leaked"] for sample in item["samples"])

@@ -231,13 +231,13 @@ def evaluate_samples(
     See `evaluate_attack` for the first arguments, and `divdec.evaluation.generation.samples` for those of sampling.
 
     Returns:
-        The figures 'leak@K-sample' for powers of two, with a `score` per item, the question's estimate; and items
+        The figures 'leak@K-sample' for powers of two and for n, with a `score` per item, the question's estimate; and items
         'leak-sample' with the `samples` of every question and the number of `leaks`.
 
     Raises:
         UsageError: a setting is out of range, a record asks nothing, or the judge fails.
     """
-    ks = [k for k in SAMPLE_KS if k <= n]
+    ks = sorted({*(k for k in SAMPLE_KS if k <= n), n})
     transcripts = [_Transcript(record) for record in records]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
