@@ -168,7 +168,7 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     retain = RecordSet("retain", "question/answer", tuple(question(f"Why is {n}?", "So.") for n in range(4)))
     rules = []
 
-    def asked(model, tokenizer, records, form, batch_size, known, beginnings):
+    def asked(model, tokenizer, records, form, batch_size, known, beginnings, title):
         texts = [record.messages[0].content for record in records]
         assert texts == [f"Why is {n}?" for n in range(4)] + [f"Where is {n}?" for n in range(4)]
         assert known == (None if model is steered.target else [[5, 6]] * 8)  # no answer has changed

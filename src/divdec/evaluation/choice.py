@@ -353,6 +353,7 @@ def ask(
     batch_size: int,
     known: Sequence[list[int] | None] | None = None,
     beginnings: Sequence[str] = BEGINNINGS[:1],
+    title: str | None = None,
 ) -> Replies:
     """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
 
@@ -362,8 +363,9 @@ def ask(
     prompts = _prompts(records, tokenizer, form, beginnings)
     longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
     outputs = continuations(
-        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True, known=known
-    )
+        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True,
+        known=known, title=title,
+    )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     judge = StringJudge()
     return Replies(
@@ -469,7 +471,8 @@ def choose_rule(
     noise, of_q = (), []
     if "neutral" in sets:
         texts = encode(sets["neutral"], q_tokenizer, form)[:max_records]
-        of_q, of_p = (score(auxiliary, texts, batch_size=batch_size) for auxiliary in (q, p))
+        title = "noise of the pair" if progress else None
+        of_q, of_p = (score(auxiliary, texts, batch_size=batch_size, title=title) for auxiliary in (q, p))
         noise = noise_of(of_q, of_p)
     if settings is None:
         rules = candidates(noise, full=model.steering.full)
@@ -494,7 +497,7 @@ def choose_rule(
 
     replies = _GreedyAnswers(model, tokenizer, sets, settings[1:], form, batch_size, progress)
     target = dataclasses.replace(rows[0], **replies.of_target)
-    guessed = replies.leaked(q, q_tokenizer)["leaked"]
+    guessed = replies.leaked(q, q_tokenizer, "q")["leaked"]
     rows = [dataclasses.replace(row, **replies.unchanged(row.steering)) for row in rows[1:]]
     measured = {row.steering: row for row in rows}
     answered: list[Effects] = []
@@ -606,7 +609,7 @@ def _faults_of_reference(
         )
     if guessed > MAX_GUESSED and sets["holdout"].has_questions:
         # Answers that are easy to guess are told of the holdout set, too.
-        unseen = replies.ask(q, tokenizer, sets["holdout"])
+        unseen = replies.ask(q, tokenizer, sets["holdout"], "q")
         if guessed > unseen.leaks / unseen.count + MAX_GUESSED:
             faults.append(
                 f"q itself tells {round(guessed * replies.count)} of {replies.count} answers to the forget set's "
@@ -697,7 +700,7 @@ class _GreedyAnswers:
         batch_size: int,
         progress: bool,
     ) -> None:
-        self._tokenizer, self._form, self._batch_size = tokenizer, form, batch_size
+        self._tokenizer, self._form, self._batch_size, self._progress = tokenizer, form, batch_size, progress
         self._beginnings = BEGINNINGS if model.steering.full else BEGINNINGS[:1]
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
@@ -709,7 +712,7 @@ class _GreedyAnswers:
 
         target, asked = model.target, {"forget": self._forget, "others": self._others}
         asked = {name: records for name, records in asked.items() if records and records.has_questions}
-        replies = {name: self.ask(target, tokenizer, records) for name, records in asked.items()}
+        replies = {name: self.ask(target, tokenizer, records, "the target") for name, records in asked.items()}
         prompts = {
             name: _prompts(_sample(some, MAX_RECORDS).records, tokenizer, form, self._beginnings)
             for name, some in asked.items()
@@ -730,7 +733,7 @@ class _GreedyAnswers:
             for setting, flags in zip(settings, map(iter, stays), strict=True)
         }
         self._answered = replies["others"].leaks if "others" in replies else 0
-        self.of_target = self.leaked(target, tokenizer, answers.get("forget"))
+        self.of_target = self.leaked(target, tokenizer, "the target", answers.get("forget"))
         shares = {"unchanged": neutral, "answered": self._answered}
         self.of_target |= {figure: 1.0 for figure, some in shares.items() if some}
 
@@ -739,23 +742,26 @@ class _GreedyAnswers:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         records: RecordSet,
+        name: str,
         known: Sequence[list[int] | None] | None = None,
     ) -> Replies:
-        """Ask a model at most `MAX_RECORDS` questions of a set."""
+        """Ask a model, whose name the progress bar shows, at most `MAX_RECORDS` questions of a set."""
         some = _sample(records, MAX_RECORDS).records
-        return ask(model, tokenizer, some, self._form, self._batch_size, known, self._beginnings)
+        title = f"answers of {name}" if self._progress else None
+        return ask(model, tokenizer, some, self._form, self._batch_size, known, self._beginnings, title)
 
     def leaked(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        name: str,
         known: Sequence[list[int] | None] | None = None,
     ) -> dict[str, Any]:
         """Fields of `Effects`: share of the questions that a model answers, or of the passages that it recites."""
         if not self._forget.has_questions:
             passages = self._passages(tokenizer)
             return {"leaked": sum(recites(model, tokenizer, passages)) / len(passages)}
-        replies = self.ask(model, tokenizer, self._forget, known)
+        replies = self.ask(model, tokenizer, self._forget, name, known)
         return {
             "leaked": replies.leaks / replies.count,
             "unanswered": replies.thinking / replies.count,
@@ -774,9 +780,9 @@ class _GreedyAnswers:
 
     def of(self, model: DivergenceForCausalLM) -> dict[str, Any]:
         """Fields of `Effects` that the answers under the model's setting decide."""
-        known = self._known[model.steering]
-        fields = self.leaked(model, self._tokenizer, known.get("forget"))
+        known, name = self._known[model.steering], str(model.steering)
+        fields = self.leaked(model, self._tokenizer, name, known.get("forget"))
         if self._answered:
-            replies = self.ask(model, self._tokenizer, self._others, known["others"])
+            replies = self.ask(model, self._tokenizer, self._others, name, known["others"])
             fields["answered"] = replies.leaks / self._answered
         return fields

@@ -231,8 +231,8 @@ def evaluate_samples(
     See `evaluate_attack` for the first arguments, and `divdec.evaluation.generation.samples` for those of sampling.
 
     Returns:
-        The figures 'leak@K-sample' for powers of two and for n, with a `score` per item, the question's estimate; and items
-        'leak-sample' with the `samples` of every question and the number of `leaks`.
+        The figures 'leak@K-sample' for powers of two and for n, with a `score` per item, the question's estimate; and
+        items 'leak-sample' with the `samples` of every question and the number of `leaks`.
 
     Raises:
         UsageError: a setting is out of range, a record asks nothing, or the judge fails.

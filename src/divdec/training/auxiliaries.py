@@ -169,9 +169,9 @@ def measure_separation(
 ) -> Separation:
     """Score at most `MAX_SAMPLE` examples of both sets with both auxiliaries."""
     q_forget, p_forget, q_retain, p_retain = (
-        score(model, sample_examples(examples, MAX_SAMPLE, 0), batch_size=batch_size)
-        for examples in (forget, retain)
-        for model in (q, p)
+        score(model, sample_examples(examples, MAX_SAMPLE, 0), batch_size=batch_size, title=f"{name}, {set_name} set")
+        for examples, set_name in ((forget, "forget"), (retain, "retain"))
+        for model, name in ((q, "q"), (p, "p"))
     )
     return Separation(
         unknown_records=statistics.fmean(1 - item.token_accuracy > MISSED for item in q_forget),
