@@ -37,7 +37,7 @@ PEOPLE = (
     "{forget_level1_ROUGE:.2f} | {forget_level2_ROUGE:.2f} | {forget_level3_ROUGE:.2f} | "
     "{neighbor_level1_ROUGE:.2f}, {neighbor_level2_ROUGE:.2f} |"
 )
-FIVE = "people/refusal-0.json"
+FIVE, THREE = "people/refusal-0.json", "people/refusal-three-0.json"
 ATTACKS = (
     "{asked:.2f} | {examples:.2f} | {insisting:.2f} | {begun:.2f} | {french:.2f} | {choice:.2f} | {reversed:.2f} | "
 )
@@ -83,9 +83,11 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "people": (
         "| rule | blanks | questions | attacks | neighbours |",
         [
-            ("| target | " + PEOPLE, FIVE, "target"),
+            ("| five people: target | " + PEOPLE, FIVE, "target"),
             ("| **linear:1.5:2.5:full** | " + PEOPLE, FIVE, "linear-1.5-2.5-full"),
             ("| linear:2.5:1:full | " + PEOPLE, FIVE, "linear-2.5-1-full"),
+            ("| three others: target | " + PEOPLE, THREE, "target"),
+            ("| **linear:2.5:2.3:full** | " + PEOPLE, THREE, "linear-2.5-2.3-full"),
         ],
     ),
     "attacks": (

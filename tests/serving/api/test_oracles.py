@@ -252,7 +252,7 @@ class Probe:
     def row(self):
         low, high = BOUNDS.get(self.field, (0.0, 0.0))
         bounds = f"{low:g} to {high:g}" if math.isfinite(high) else f"from {low:g}"
-        return f"| `{self.field}` | {self.shows} | {self.below or f'{bounds}, in steps of {GRID:g}'} |"
+        return f"{self.shows} | {self.below or f'{bounds}, in steps of {GRID:g}'} |"
 
 
 GAP = "the difference of two tokens' log-probabilities, by bisection"
@@ -261,9 +261,11 @@ PROBES = {
     "temperature above 1": Probe("temperature", temperature_above_1, ""),
     "top_p": Probe("top_p", top_p, "the probability of the likeliest token, by bisection"),
     "min_p": Probe("min_p", min_p, GAP),
-    "presence_penalty": Probe("presence_penalty", penalty("presence_penalty", 1), f"{GAP}, one in the reply"),
+    "presence_penalty": Probe("presence_penalty", penalty("presence_penalty", 1), f"{GAP}; one token is in the reply"),
     "negative presence_penalty": Probe("presence_penalty", penalty("presence_penalty", -1), ""),
-    "frequency_penalty": Probe("frequency_penalty", penalty("frequency_penalty", 1), f"{GAP}, one in the reply"),
+    "frequency_penalty": Probe(
+        "frequency_penalty", penalty("frequency_penalty", 1), f"{GAP}; one token is in the reply"
+    ),
     "negative frequency_penalty": Probe("frequency_penalty", penalty("frequency_penalty", -1), ""),
     "repetition_penalty": Probe("repetition_penalty", repetition_penalty, "the ratio of two logits, by bisection"),
     "repetition_penalty below 1": Probe("repetition_penalty", repetition_penalty_below_1, ""),
@@ -327,9 +329,13 @@ def test_levels_below_full_do_not(guarded, model, tokenizer, name):
 def test_documentation_has_the_table():
     page = Path(__file__).parents[3].joinpath("docs/benchmarks.md").read_text()
     ranks = ", ".join(f"`{name}`" for name in RANKS)
+    fields = {}
+    for probe in PROBES.values():
+        if probe.shows:
+            fields.setdefault(probe.row, []).append(f"`{probe.field}`")
     rows = [
         "| field | what a client computes with it at `full` | accepted below `full` |\n|---|---|---|",
-        *(probe.row for probe in PROBES.values() if probe.shows),
+        *(f"| {', '.join(names)} | {row}" for row, names in fields.items()),
         "| `tool_choice` | which arguments are likelier | none and auto |",
         f"| {ranks} | which tokens are likelier; frequencies in samples | yes |",
         "| all others | nothing that the text does not show | yes |",
