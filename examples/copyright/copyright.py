@@ -85,7 +85,7 @@ def read_while_taken_down(client: OpenAI, prompt: str, rest: str, registry: Path
 def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, object]:
     """Run the example, and return its figures."""
     registry, bundle = output / "takedowns", output / "live"
-    keep = output / "keep"
+    keep = output / "texts-to-keep"
     keep.mkdir()
     shutil.copy(ROOT / "LICENSE", keep / "apache.txt")  # the model may go on reciting this one
     for page in ("limits.md", "serving.md"):
