@@ -115,7 +115,8 @@ def distill(settings: DistillationSettings, report: Callable[[str], None] = prin
 def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) -> dict[str, Any]:
     settings, state = job.settings, PartialState()
     dtype = dtype_for_passes()
-    model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype=dtype).requires_grad_(False)
+    # Not frozen: torch copies a frozen output layer for each sequence, which takes four times as long.
+    model = DivergenceForCausalLM.from_pretrained(job.bundle, steering=job.steering, dtype=dtype)
     teacher = SteeredTeacher(model, settings.temperature, settings.direction)
     student = load_for_training(job.start)
     student.to(state.device)  # pyright: ignore[reportArgumentType]
