@@ -60,7 +60,6 @@ def measure_step(way, given):
         return LlamaForCausalLM(config)
 
     teacher = DivergenceForCausalLM.from_parts(*(model(seed).eval() for seed in range(3)), steering="linear:1.5")
-    teacher.requires_grad_(False)
     student = model(3)
     length = given.prompt + given.answer
     ids = torch.randint(0, given.vocabulary, (given.rows, length))
