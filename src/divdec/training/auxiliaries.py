@@ -592,7 +592,8 @@ def load_for_training(folder: Path, *, merge: bool = True, dtype: Any = torch.fl
 
     base = CheckpointReference.parse(adapter_base(folder)).resolve(Path(), weights=True)
     model: Any = PeftModel.from_pretrained(load_model(base, dtype=dtype), folder, is_trainable=not merge)
-    return model.merge_and_unload() if merge else model
+    # PEFT freezes the base. Besides, torch copies a frozen output layer for each sequence.
+    return model.merge_and_unload().requires_grad_(True) if merge else model
 
 
 def next_attempt(attempts: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
