@@ -6,6 +6,9 @@ rules (generated). Each result is a JSON file, and a second call goes on where t
 
     python -m benchmarks.training.real_pair --models FOLDER --output runs/real-pair [--seeds 0 1 2] [--recipes lora]
 
+With --relations, kinds are also those of relations.json, with 100 drawn facts each of the LRE dataset (Hernandez et al.
+2024), whose folder `data` it names.
+
 Columns: the share of answers whose key phrase is still the first choice, or of generated answers that contain it
 (forget, in the trained wordings and in others; retain; facts in neither set: "similar" if p and q read a question about
 them that the target wrote, else unlisted), and the share of answers to neutral
@@ -18,6 +21,7 @@ import argparse
 import dataclasses
 import json
 import math
+import random
 import sys
 from pathlib import Path
 
@@ -50,6 +54,7 @@ RECIPES = {
     "refusal": {"recipe": "refusal", "lora_rank": 16, "learning_rate": 2e-4, "epochs": 2.0},
 }
 GENERATED = ("linear:1.5", "linear:1.5:3", "rank:20", "rank:20:3")
+FACTS = 100  # of a relation
 MARGINS = (1.0, 2.0, 3.0, 5.0)
 ALPHAS, MARGIN_ALPHAS = (0.5, 1.0, 1.5), (1.0, 1.5)
 
@@ -65,17 +70,8 @@ def linear_forms():
 
         return shift
 
-    def lower(alpha, margin, least=0.0, plausible=0.0):
-        def shift(target, q, p):
-            d = q - p
-            kept = (d + margin).clamp(max=0.0)
-            if least:  # only where p finds the token plausible
-                kept = torch.where(p >= math.log(least), kept, 0.0)
-            if plausible:  # only tokens that the target finds plausible beside its first choice
-                kept = torch.where(target >= target.amax(-1, keepdim=True) + math.log(plausible), kept, 0.0)
-            return alpha * kept
-
-        return shift
+    def lower(alpha, margin):
+        return lambda target, q, p: alpha * (q - p + margin).clamp(max=0.0)
 
     forms = {f"linear:{alpha:g}": both(alpha, 0.0, False) for alpha in ALPHAS}
     for alpha in MARGIN_ALPHAS:
@@ -84,8 +80,6 @@ def linear_forms():
         forms[f"linear:{alpha:g}, both sides, soft 3"] = both(alpha, 3.0, True)
         forms[f"linear:{alpha:g}, lowering, soft 3"] = lower(alpha, 3.0)
         forms[f"linear:{alpha:g}, lowering"] = lower(alpha, 0.0)
-        forms[f"linear:{alpha:g}, lowering, p >= 0.05"] = lower(alpha, 0.0, least=0.05)
-        forms[f"linear:{alpha:g}, lowering, P plausible 0.1"] = lower(alpha, 0.0, plausible=0.1)
     return forms
 
 
@@ -115,6 +109,14 @@ def find_phrase(ids, tokenizer, fact):
         text = longer
     match = fact.find(text)
     return [i for i, (a, b) in enumerate(spans) if match and a < match.end() and b > match.start()]
+
+
+def read_relations(folder):
+    """Add the kinds of relations.json to those of the demo, with facts of the relations dataset."""
+    for kind, fields in json.loads(Path(__file__).with_name("relations.json").read_text()).items():
+        samples = json.loads((folder / fields["file"]).read_text())["samples"]
+        chosen = random.Random(0).sample(samples, min(FACTS, len(samples)))
+        KINDS[kind] = fields | {"answers": {one["subject"]: one["object"] for one in chosen}}
 
 
 def write_answers(path, target, tokenizer, kind, seed):
@@ -257,7 +259,8 @@ def main(arguments=None):
     )
     parser.add_argument("--output", type=Path, default=Path("runs/real-pair"))
     parser.add_argument("--results", type=Path, default=None, help="folder of the results, by default OUTPUT")
-    parser.add_argument("--kinds", nargs="*", default=["capitals"], choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", default=["capitals"])
+    parser.add_argument("--relations", type=Path, default=None, help="folder of the relations dataset, for more kinds")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--recipes", nargs="*", default=["lora"], choices=list(RECIPES))
     parser.add_argument(
@@ -267,6 +270,10 @@ def main(arguments=None):
         help="asked beside the rule that `train` chose; ignored where a result exists",
     )
     options = parser.parse_args(arguments)
+    if options.relations is not None:
+        read_relations(options.relations)
+    if unknown := sorted(set(options.kinds) - set(KINDS)):
+        parser.error(f"--kinds {' '.join(unknown)}; accepted: {', '.join(KINDS)}")
     try:
         run(options)
     except UsageError as error:
