@@ -13,7 +13,6 @@ SETTINGS = MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 BUDGETS = src/divdec:29500 research/src:14730 benchmarks:5050
 TRANSFORMERS_OLDEST = 5.17.0
-LLAMA_CPP = 0.3.16
 VLLM = $(VENV)-vllm/bin/python
 GPU_PYTHON = 3.12
 
@@ -85,12 +84,11 @@ test-settings: install
 		echo "$$output" | grep -E '^(FAILED|ERROR) '; echo "$$setting: $$(echo "$$output" | tail -n 1)"; \
 	done; exit $$failed
 
-# With llama.cpp's server, which is built from source: about ten minutes of a core, once; and with what runs the notebook.
 # Tests of real models find them in MODELS (make real-models), and skip themselves without.
 test-slow: install
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python[server]==$(LLAMA_CPP)' gguf nbclient ipykernel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt litellm langchain-openai smolagents \
-		|| echo "litellm, langchain-openai or smolagents cannot be installed here: the test of clients skips them"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -r requirements/slow.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -r requirements/clients.txt \
+		|| echo "requirements/clients.txt cannot be installed here: the test of clients skips what is absent"
 	DIVDEC_MODELS=$${DIVDEC_MODELS:-$(abspath $(MODELS))} $(PYTEST) -m slow --timeout 3600
 
 # lm-eval on a bundle; it brings 28 packages of its own.

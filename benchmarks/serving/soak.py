@@ -1,7 +1,7 @@
 """Does the embedded server hold under load? 64 clients of mixed behaviour, then SIGTERM and SIGKILL in the middle.
 
 No answer may be lost, mixed up or other than the library's, errors must be those that docs/serving.md names, and the
-server's memory must stay flat. What clients do is in tests/soak.py, the faults are in tests/soak_faults.py.
+server's memory must stay flat. What clients do is in tests/support/soak.py, the faults are in soak_faults.py.
 
     python -m benchmarks.serving.soak --toy             # half a minute, without faults
     make soak                                           # --seconds 600

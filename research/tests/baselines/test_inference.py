@@ -302,9 +302,10 @@ def test_helper_models_are_trained_once(job, tmp_path):
     said = []
     talking = dataclasses.replace(job, report=said.append, work=tmp_path / "work")
     first = make(talking, "whp", tmp_path / "a", epochs=1.0)
-    assert sum("reinforced" in line for line in said) == 1
+    assert sum("reinforced: loss" in line for line in said) == 1
     again = make(talking, "whp", tmp_path / "b", epochs=1.0, alpha=1.0)
-    assert sum("reinforced" in line for line in said) == 1
+    assert sum("reinforced: loss" in line for line in said) == 1
+    assert said[-1] == "reinforced: in the cache"
     assert again.seconds == pytest.approx(first.seconds, abs=0.01)
     assert first.seconds > 0
 

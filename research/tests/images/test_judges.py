@@ -123,7 +123,7 @@ def test_image_is_encoded_as_png():
     image = torch.rand(3, 5, 7, generator=torch.Generator().manual_seed(0))
     decoded = np.asarray(Image.open(io.BytesIO(png(image)))) / 255
     torch.testing.assert_close(torch.from_numpy(decoded).float().permute(2, 0, 1), image, atol=0.5 / 255 + 1e-6, rtol=0)
-    larger = Image.open(io.BytesIO(png(image[:1], least_side=12)))
+    larger = Image.open(io.BytesIO(png(image[:1], min_side=12)))
     assert (larger.mode, larger.size) == ("L", (21, 15))
     assert np.array_equal(np.asarray(larger)[::3, ::3], np.asarray(Image.open(io.BytesIO(png(image[:1])))))
 

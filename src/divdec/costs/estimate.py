@@ -87,7 +87,7 @@ class CostSettings:
     dtype: Literal["float8", "bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of weights, keys and values."""
     context: float | str = 2048.0
-    """Context length in tokens, for cache and attention."""
+    """Context length in tokens, for the cache."""
 
     def __post_init__(self) -> None:
         for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0), ("volume", 0.0)):

@@ -1,4 +1,4 @@
-"""Model sizes: parameters, keys and values, and attention, from a configuration or from a number such as 8B."""
+"""Model sizes: parameters, keys and values, from a configuration or from a number such as 8B."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class SteeredModel:
         def generate(streamer: BaseStreamer) -> None:
             wait_for_checks()
             torch.manual_seed(seed)
-            generate_stream(model, prompt, streamer, max_new_tokens=self.most_new_tokens(prompt), **arguments)
+            generate_stream(model, prompt, streamer, max_new_tokens=self.max_new_tokens_for(prompt), **arguments)
 
         def describe(token_id: int) -> Token:
             target, steered = logits.popleft()
@@ -201,7 +201,7 @@ class SteeredModel:
         if pending is not None:
             yield dataclasses.replace(pending, text=pending.text + text.end())
 
-    def most_new_tokens(self, prompt: list[int]) -> int:
+    def max_new_tokens_for(self, prompt: list[int]) -> int:
         """Return the length of the longest answer to a prompt."""
         return min(self.options.max_new_tokens, self.max_length - len(prompt))
 
@@ -365,7 +365,7 @@ class UnsteeredTarget:
 
         def generate(streamer: BaseStreamer) -> None:
             generate_stream(
-                model.model.target, prompt, streamer, max_new_tokens=model.most_new_tokens(prompt), do_sample=False,
+                model.model.target, prompt, streamer, max_new_tokens=model.max_new_tokens_for(prompt), do_sample=False,
                 eos_token_id=sorted(model.eos_token_ids) or None,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from divdec.errors import UsageError, first_line
 from divdec.options import RARE, Flag, check_at_least, read_template_kwargs
 from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy
 
-SHORTEST_KEY = 16  # characters
+MIN_KEY_LENGTH = 16  # characters
 
 
 @Parameter(name="*")
@@ -98,9 +98,9 @@ class ServeSettings:
         if self.logprobs is not None:
             LogprobPolicy(self.logprobs)
         key = self.api_key
-        if key is not None and (len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key):
+        if key is not None and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
             raise UsageError(
-                f"the API key has {len(key)} characters; accepted: at least {SHORTEST_KEY} printable ASCII characters "
+                f"the API key has {len(key)} characters; accepted: at least {MIN_KEY_LENGTH} printable ASCII characters "
                 "without spaces (such as `openssl rand -hex 24` prints)"
             )
         if self.ssl_keyfile and not self.ssl_certfile:

@@ -36,7 +36,7 @@ from divdec.serving.schemas import (
 from divdec.serving.tools import HERMES, ToolCallParser
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
-LOWEST_TEMPERATURE = 1e-5  # smaller temperatures overflow on division; decode greedily instead
+MIN_TEMPERATURE = 1e-5  # smaller temperatures overflow on division; decode greedily instead
 SAME_FIELDS = (
     "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
 )  # fmt: skip
@@ -177,7 +177,7 @@ class CompletionCall:
             max_tokens = min(context - len(prompt), most, *([] if default is None else [default]))
         params = SamplingParams(
             max_tokens=max_tokens,
-            temperature=body.temperature if body.temperature >= LOWEST_TEMPERATURE else 0.0,
+            temperature=body.temperature if body.temperature >= MIN_TEMPERATURE else 0.0,
             top_k=max(body.top_k, 0),
             stop=tuple(body.stop),
             logprobs=logprobs,

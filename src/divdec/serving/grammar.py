@@ -20,7 +20,7 @@ TAGS = ("<tool_call>", "</tool_call>")  # of the Hermes form
 # Spaces as models write them. Free whitespace lets a model write spaces until the reply is full.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PREFIX = "failed to compile JSON schema: "  # of llguidance's errors, after a position in the grammar
-_LONGEST_REASON = 300  # characters
+_MAX_REASON_LENGTH = 300  # characters
 
 
 class GrammarConflict(FailedClosed):
@@ -137,4 +137,4 @@ class GrammarMatcher(LogitsProcessor):
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).partition("\n")[0]
-            raise UsageError(f"the grammar cannot be used: {reason.rpartition(_PREFIX)[2][:_LONGEST_REASON]}")
+            raise UsageError(f"the grammar cannot be used: {reason.rpartition(_PREFIX)[2][:_MAX_REASON_LENGTH]}")

@@ -27,7 +27,7 @@ from divdec.serving.schemas import ApiError, server_closing, to_api_error
 
 OPEN_PATHS = ("/health", "/metrics")  # probes and Prometheus send no key
 ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
-LONGEST_PATH = 200
+MAX_PATH_LENGTH = 200
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds, as all buckets
 NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 WHOLE_REQUEST = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -65,7 +65,7 @@ class RequestRecord:
     def fields(self) -> dict[str, Any]:
         """Return the fields of the log line."""
         fields: dict[str, Any] = {
-            "id": self.id, "method": self.method, "path": self.path[:LONGEST_PATH], "status": self.status,
+            "id": self.id, "method": self.method, "path": self.path[:MAX_PATH_LENGTH], "status": self.status,
             "seconds": round(time.perf_counter() - self.started, 4),
         }  # fmt: skip
         if self.model is not None:

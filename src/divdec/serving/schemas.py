@@ -27,9 +27,9 @@ MAX_LOGPROBS = 20
 MAX_MESSAGES = MAX_PROMPTS = 4096
 MAX_STOPS = 16
 MAX_TOOLS = 128
-LONGEST_STOP = 1000  # characters
+MAX_STOP_LENGTH = 1000  # characters
 RETRY_AFTER = 1  # seconds
-LONGEST_VALUE = 200  # characters of a value that a message quotes
+MAX_VALUE_LENGTH = 200  # characters of a value that a message quotes
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -53,7 +53,7 @@ Text = Annotated[str, Field(max_length=MAX_INT)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1, fail_fast=True)]
 Name = Annotated[str, Field(max_length=1000)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-_StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 Prompt = Annotated[
     Text
@@ -64,7 +64,7 @@ Prompt = Annotated[
 ]
 Stop = Annotated[
     _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS, fail_fast=True)],
-    _accepting(f"a text, or a list of up to {MAX_STOPS} texts of 1 to {LONGEST_STOP} characters"),
+    _accepting(f"a text, or a list of up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"),
     AfterValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
 LogitBias = Annotated[
@@ -530,5 +530,5 @@ def _from_validation(error: dict[str, Any]) -> ApiError:
     message = str(error["msg"]).removeprefix("Value error, ")
     if param is None:
         return invalid(message, code="invalid_value")
-    shown = reprlib.repr(value)[:LONGEST_VALUE]
+    shown = reprlib.repr(value)[:MAX_VALUE_LENGTH]
     return invalid(f"{param} is {shown}: {message[:1].lower()}{message[1:]}", param, "invalid_value")

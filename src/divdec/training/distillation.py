@@ -275,7 +275,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     elif steering.rule == "rank" and steering.fill == "hard":
         steering = dataclasses.replace(steering, fill="soft")
         report(f"teacher: {steering}; with the hard fill masked tokens have probability 0, and the loss is infinite")
-    _check_teacher(config, steering, settings)
+    _check_teacher(config, steering)
     target = CheckpointReference.from_dict(config.target, "target").resolve(bundle, weights=True)
     check_plain(target, "target")
     check_weights(target)
@@ -299,7 +299,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     return DistillationJob(settings, output, bundle, config, steering, start, target, tokenizer, forget, retain, sets)
 
 
-def _check_teacher(config: DivergenceConfig, steering: Steering, settings: DistillationSettings) -> None:
+def _check_teacher(config: DivergenceConfig, steering: Steering) -> None:
     steering.check_vocabulary(config.vocab_size)
     if steering.rule == "rank" and steering.fill == "hard":
         raise UsageError(

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from filelock import FileLock
 
 from divdec.checkpoint import check_weights, load_config, load_model
 from divdec.data.formatting import Example
 from divdec.errors import UsageError
 from divdec.model.bundle import model_card
-from divdec.runs import output_folder, read_json, write_json, write_text
+from divdec.runs import write_text
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.fine_tuning import CHECKPOINTS, Objective, fine_tune
 from divdec.training.inputs import Companion
@@ -27,8 +26,7 @@ from divdec_research.baselines.composite import common_vocabulary_of
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel, Method
 from divdec_research.baselines.objective import RETAIN, TargetObjective
-
-STAGE = "stage.json"
+from divdec_research.stages import train_once
 
 
 def _baseline_card(title: str, source: str, rows: dict[str, str]) -> str:
@@ -91,14 +89,9 @@ def train_helper(
     load: Callable[[Path], PreTrainedModel] = load_for_training,
     objective: Objective | None = None,
 ) -> tuple[Path, float]:
-    """Fine-tune a helper, unless the job's work folder holds it.
+    """Fine-tune a helper on examples from the checkpoint `start`, unless the job's work folder holds it.
 
     Args:
-        job: the job.
-        name: name of the helper's folder and progress bar.
-        start: checkpoint of the initial weights.
-        examples: training examples.
-        settings: training settings.
         key: further JSON values that determine the weights: the objective and its weights.
         load: loads the model of `start`.
         objective: the loss of a batch with retain sequences; by default the cross entropy of the examples.
@@ -109,25 +102,13 @@ def train_helper(
     role = "base" if job.base is not None and start == job.base else "target"
     decides = [name, role, dataclasses.asdict(settings), key]
     folder = job.work_folder(name, decides)
-    job.work.mkdir(parents=True, exist_ok=True)
-    with FileLock(job.work / f"{folder.name}.lock"):  # parallel trials share helpers
-        if not (folder / STAGE).is_file():
-            checkpoints = job.work / f"{folder.name}.work"
-            model, result = fine_tune(
-                load(start), job.tokenizer, examples, settings, checkpoints, title=name, objective=objective,
-                companions={RETAIN: Companion(job.retain_examples)} if objective else None,
-            )  # fmt: skip
-            job.report(
-                f"{name}: loss {result.loss_before:.3f} → {result.loss_after:.3f} in {result.steps} steps, "
-                f"{result.seconds:.0f} s"
-            )
-            dtype: Any = load_config(start).dtype or torch.float32
-            with output_folder(folder) as temporary:
-                model.to(dtype).save_pretrained(temporary)
-                job.tokenizer.save_pretrained(temporary)
-                write_json(temporary / STAGE, {"key": decides, "seconds": round(result.seconds, 2)})
-            shutil.rmtree(checkpoints, ignore_errors=True)
-    return folder, float(read_json(folder / STAGE)["seconds"])
+    dtype = load_config(start).dtype or torch.float32
+    companions = {RETAIN: Companion(job.retain_examples)} if objective else None
+    seconds = train_once(
+        folder, name, lambda: load(start), job.tokenizer, examples, settings, job.report,
+        dtype=dtype, objective=objective, companions=companions,
+    )  # fmt: skip
+    return folder, seconds
 
 
 def check_base(job: Job, method: str) -> Path:

@@ -26,8 +26,6 @@ _RANK: Grid = {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 
 # The options of `divdec train` for the rows whose pair it trains from the small base.
 _PAPER_PAIR: Grid = {"recipe": ("full-retain",), "learning_rate": (1e-3,)}
 _MATCHED_PAIR: Grid = {"recipe": ("matched",), "learning_rate": (1e-3,)}
-SMALL_SETTINGS = 8
-"""Number of settings of each method in the small grid, except for the two that have only three."""
 # For models of a few million parameters, whose learning rates are a hundred times those of large ones. The settings
 # were chosen on seed 0 of the demo and widened where a method's best one was its strongest, so that each method's
 # settings range from hardly any forgetting to too much.

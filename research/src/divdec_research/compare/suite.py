@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ATTACK = "mia_min_k"
-LONGEST_PROMPT = 2048  # tokens of a MUSE question with its examples
+MAX_PROMPT_LENGTH = 2048  # tokens of a MUSE question with its examples
 
 
 class ComparisonSuite(abc.ABC):
@@ -167,7 +167,7 @@ class MuseComparison(ComparisonSuite):
 
     def evaluate(self, model: EvaluatedModel) -> Results:
         """See `ComparisonSuite.evaluate`."""
-        (results,) = evaluate_muse(model, self.data, max_length=LONGEST_PROMPT)
+        (results,) = evaluate_muse(model, self.data, max_length=MAX_PROMPT_LENGTH)
         return results
 
     def questions(self, name: str) -> tuple[Record, ...]:
@@ -176,7 +176,7 @@ class MuseComparison(ComparisonSuite):
 
     def layout(self, tokenizer: PreTrainedTokenizerBase) -> BenchmarkFormat:
         """See `ComparisonSuite.layout`."""
-        return BenchmarkFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=LONGEST_PROMPT)
+        return BenchmarkFormat(tokenizer, "plain", shots=self.data.shots["forget"], max_length=MAX_PROMPT_LENGTH)
 
     def score(self, figures: Mapping[str, Any], target: Results, retrain: Results) -> dict[str, Any]:
         """See `ComparisonSuite.score`."""

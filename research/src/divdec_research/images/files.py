@@ -62,15 +62,15 @@ def read_folder(
     return pixels, [index for _, index in files], names
 
 
-def png(image: Float[Tensor, "channels height width"], least_side: int = 1) -> bytes:
+def png(image: Float[Tensor, "channels height width"], min_side: int = 1) -> bytes:
     """Encode pixels from 0 to 1 as a PNG file.
 
-    Pixels are repeated until the shorter side has `least_side` of them: vision models refuse tiny images.
+    Pixels are repeated until the shorter side has `min_side` of them: vision models refuse tiny images.
     """
     from PIL import Image
 
     values = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
-    times = -(-least_side // min(values.shape[1:]))
+    times = -(-min_side // min(values.shape[1:]))
     values = values.repeat_interleave(times, 1).repeat_interleave(times, 2)
     buffer = io.BytesIO()
     Image.fromarray(values[0].numpy() if len(values) == 1 else values.permute(1, 2, 0).numpy()).save(buffer, "PNG")

@@ -212,7 +212,7 @@ class ImageJudge:
     """Parallel requests."""
     top_logprobs: int = 20
     """Number of log-probabilities that VQAScore requests; some servers return fewer."""
-    least_side: int = 256
+    min_side: int = 256
     """Smaller images are enlarged."""
     limit: int = 16
     """Longest reply to a comparison, in tokens; a reasoning model needs thousands."""
@@ -228,7 +228,7 @@ class ImageJudge:
         """
 
         def score(item: tuple[Tensor, str]) -> float:
-            content, question = png(item[0], self.least_side), QUESTION.format(class_name=item[1])
+            content, question = png(item[0], self.min_side), QUESTION.format(class_name=item[1])
             answer = self._answer([content], question, lambda: self._yes_no(content, question))
             return answer["yes"] / (answer["yes"] + answer["no"])
 
@@ -245,7 +245,7 @@ class ImageJudge:
         """
 
         def preference(item: tuple[Tensor, Tensor]) -> float:
-            image_png, other = (png(image, self.least_side) for image in item)
+            image_png, other = (png(image, self.min_side) for image in item)
             first, second = _VALUES[self._verdict(image_png, other)], 1 - _VALUES[self._verdict(other, image_png)]
             return first if first == second else 0.5
 

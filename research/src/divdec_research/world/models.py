@@ -1,19 +1,16 @@
 """Small models trained from scratch: a tokenizer, Llama-style models, the stages of an experiment, and its measurement.
 
-Each stage is cached under a hash of everything that determines its weights. Training can be resumed: a repeated run
-takes seconds, and an interrupted run continues.
+Each stage is cached under a hash of everything that determines its weights, and an interrupted training continues.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
 from tqdm.auto import tqdm
 
 from divdec.checkpoint import load_model, load_tokenizer
@@ -23,9 +20,10 @@ from divdec.evaluation.generation import answers
 from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import RECORD, output_folder, read_record, record, settings_hash, write_json
+from divdec.runs import settings_hash
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
+from divdec_research.stages import train_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -170,39 +168,16 @@ class StageCache:
     """Creates a model with random weights."""
 
     def run(self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings) -> Path:
-        """Train a stage from random weights or from an earlier stage, unless it is cached.
-
-        Returns:
-            The checkpoint's folder.
-        """
+        """Train a stage from random weights or an earlier stage, unless it is cached; return the checkpoint's folder."""
         settings = dataclasses.replace(settings, seed=self.seed)
         origin = dataclasses.asdict(start) if isinstance(start, Shape) else start.name
         tokens = [[example.input_ids, example.labels] for example in examples]
         key = settings_hash([origin, dataclasses.asdict(settings), tokens, len(self.tokenizer)])
         folder = self.folder / f"{name.replace(' ', '-')}-{key}"
-        with FileLock(self.folder / f"{folder.name}.lock"):  # another demo may be training the same stage
-            return self._run(name, start, examples, settings, folder)
-
-    def _run(
-        self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings, folder: Path
-    ) -> Path:
-        if (finished := read_record(folder)) is not None:
-            self.seconds[name] = finished["seconds"]
-            self.report(f"{name}: in the cache")
-            return folder
-        from divdec.training.fine_tuning import fine_tune
-
-        checkpoints = self.folder / f"{folder.name}.work"
-        model, result = fine_tune(
-            self._initial(start), self.tokenizer, examples, settings, checkpoints, title=f"{name:<17}", measure=False
-        )
-        self.seconds[name] = round(result.seconds, 1)
-        with output_folder(folder) as temporary:
-            model.save_pretrained(temporary)
-            self.tokenizer.save_pretrained(temporary)
-            content = {"seconds": self.seconds[name], "steps": result.steps, "tokens": result.tokens}
-            write_json(temporary / RECORD, record(name, settings, **content))
-        shutil.rmtree(checkpoints, ignore_errors=True)
+        self.seconds[name] = train_once(
+            folder, name, lambda: self._initial(start), self.tokenizer, examples, settings, self.report,
+            title=f"{name:<17}", measure=False,
+        )  # fmt: skip
         return folder
 
     def _initial(self, start: Shape | Path) -> PreTrainedModel:
