@@ -129,6 +129,11 @@ sys.modules["divdec_research"] = None
 from divdec.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+# Commands in one process, until one does not end with an accepted exit code.
+SEVERAL = ALONE.replace(
+    "sys.exit(main(sys.argv[1:]))",
+    "for line in sys.stdin: assert main(line.split()) in (0, 3), line",
+)
 COMMANDS = (
     "bundle calibrate chat cost demo distill doctor eval generate ngram playground remote serve shrink takedown train"
 )
@@ -144,6 +149,29 @@ def test_every_product_command_works_without_the_laboratory(command):
     result = alone(command, "--help")
     assert result.returncode == 0, result.stderr
     assert f"divdec {command}" in result.stdout
+
+
+def test_models_are_made_and_measured_without_the_laboratory(models, tmp_path):
+    for name, number in (("forget", 0), ("retain", 20)):
+        rows = [{"question": f"Where is house {i}?", "answer": f"In street {i}."} for i in range(number, number + 20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "neutral.txt").write_text("It rains.\n\nThe sun shines.\n")
+    commands = f"""cost --target 8B --aux 1B --forget-tokens 1M --retain-tokens 10M
+        ngram --forget forget.jsonl --retain retain.jsonl --target {models}/target --output grams
+        bundle --target {models}/target --ngram grams --output counted
+        shrink {models}/target --layers 1 --steps 1 --samples 12 --output small
+        train --base small --target {models}/target --forget forget.jsonl --retain retain.jsonl --epochs 1 --lr 1e-3 \
+          --neutral neutral.txt --output pair
+        calibrate pair/bundle --forget forget.jsonl --retain retain.jsonl --reference none --neutral neutral.txt
+        eval leak pair/bundle --data forget.jsonl --limit 2 --attacks 2 --output leaks
+        distill pair/bundle --forget forget.jsonl --epochs 1 --steering linear:1 --output student"""
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", SEVERAL], cwd=tmp_path, input=commands.replace("\\\n", ""), capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    made = {path.parent.name for path in tmp_path.glob("*/*.json")}
+    assert made >= {"grams", "counted", "small", "pair", "leaks", "student"}
 
 
 def test_help_without_the_laboratory_lists_the_product_alone():
