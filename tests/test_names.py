@@ -1,4 +1,4 @@
-"""Names and docstrings of both packages follow the rules of CONTRIBUTING.md."""
+"""Names and docstrings of both packages and of the scripts follow the rules of CONTRIBUTING.md."""
 
 import ast
 import re
@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (ROOT / "src" / "divdec", ROOT / "research" / "src" / "divdec_research")
-FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+SCRIPTS = (ROOT / "research" / "studies", ROOT / "benchmarks", ROOT / "examples")
+FILES = sorted(path for folder in PACKAGES + SCRIPTS for path in folder.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-SCRIPTS = [*(ROOT / "research" / "studies").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
 VAGUE = {"one", "own", "held", "taken", "told", "found"}
 
 
@@ -35,9 +35,7 @@ def test_docstrings_do_not_begin_with_a_clause():
 
 
 def test_no_class_name_is_used_twice():
-    scripts = [node for path in SCRIPTS for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    classes = [node for _, node in nodes(ast.ClassDef)] + [node for node in scripts if isinstance(node, ast.ClassDef)]
-    counts = Counter(node.name for node in classes)
+    counts = Counter(node.name for _, node in nodes(ast.ClassDef))
     # vLLM finds its model class by the name of transformers' class.
     assert {name for name, count in counts.items() if count > 1} == {"DivergenceForCausalLM"}
 

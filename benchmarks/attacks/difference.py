@@ -1,4 +1,4 @@
-"""What does a client learn by comparing a steered model with the model it was before?
+"""Measure what comparing a steered model with the model it was before tells a client.
 
 A client knows the public model that was steered, or has asked the same server before a takedown. It asks both models
 about many things, of which some were forgotten, compares the replies, and guesses what was forgotten. The questions are
@@ -76,9 +76,9 @@ def suppression(demo, rule=None):
     default = ServeSettings().suppressed_share
     shares, rows = {}, []
     for name, records in sets.items():
-        own = shares[name] = shares_of_replies(model, tokenizer, encode_prompts(records, tokenizer))
-        cells = len(own), f"{statistics.median(own):.2f}", f"{min(own):.2f}–{max(own):.2f}"
-        rows.append([name, *map(str, cells), str(sum(share >= default for share in own))])
+        values = shares[name] = shares_of_replies(model, tokenizer, encode_prompts(records, tokenizer))
+        cells = len(values), f"{statistics.median(values):.2f}", f"{min(values):.2f}–{max(values):.2f}"
+        rows.append([name, *map(str, cells), str(sum(share >= default for share in values))])
     text = markdown_table([str(model.steering), "number", "median", "range", f"at least {default:g}"], rows)
     return f"{text}\n{SuppressionThreshold.between(shares)}\n"
 
@@ -102,7 +102,7 @@ class AttackQuestion:
 
 @dataclasses.dataclass(frozen=True)
 class Guess:
-    """What the attack says of one question."""
+    """The attack's guess on one question."""
 
     scores: list[float]
     """One for each token of the earlier reply. The higher, the more likely the token belongs to forgotten text."""
@@ -201,7 +201,7 @@ def attacked(options, bundle, tokenizer):
         target = load(bundle.paths["target"])
         width = target.config.vocab_size
         texts = [[tokenizer(record.answer)["input_ids"] for record in records] for records in sets]
-        pair = NgramPair(*(count(own, width, 3) for own in texts))
+        pair = NgramPair(*(count(documents, width, 3) for documents in texts))
         return DivergenceForCausalLM.from_experts(target, pair, "linear:15")
 
     def with_takedowns():
@@ -209,9 +209,9 @@ def attacked(options, bundle, tokenizer):
         if not folder.exists():
             retain, forget = (read_records(options.demo / f"{name}.jsonl") for name in ("retain", "forget"))
             registry = Registry.create(
-                folder, texts_of("retain", [one.answer for one in retain]), bundle.paths["target"]
+                folder, texts_of("retain", [record.answer for record in retain]), bundle.paths["target"]
             )
-            registry.add("facts", texts_of("facts", sorted({one.answer for one in forget})))
+            registry.add("facts", texts_of("facts", sorted({record.answer for record in forget})))
         return DivergenceForCausalLM.from_experts(
             load(bundle.paths["target"]), None, takedowns=TakedownCorrection(folder)
         )
@@ -287,7 +287,7 @@ class Client:
         ids = self.tokenizer(reply["text"], add_special_tokens=False)["input_ids"]
         fields = {"max_tokens": LENGTH, "temperature": 1, "n": SAMPLES}
         sampled = self.complete(prompt, seed=0, **fields) or self.complete(prompt, **fields)
-        return {"prompt": prompt, "ids": ids, "text": reply["text"], "samples": [one["text"] for one in sampled]}
+        return {"prompt": prompt, "ids": ids, "text": reply["text"], "samples": [sample["text"] for sample in sampled]}
 
     def read(self, prompt, ids):
         """Return the log-probabilities of a reply's tokens, and the likeliest tokens in their places, if there are any.
@@ -341,11 +341,11 @@ def guess(view, before, now, tokenizer):
         ]
         drops = {word: (number - counts[1][word]) / SAMPLES for word, number in counts[0].items()}
         word = max(drops, key=drops.get, default="")
-        return Guess([drops.get(own, 0.0) for own in word_of], drops.get(word, 0.0), word)
+        return Guess([drops.get(token_word, 0.0) for token_word in word_of], drops.get(word, 0.0), word)
     if view == "0":
         changed = [word for word in re.findall(r"\w+", before["text"]) if word not in now["text"]]
         # Of the words that are missing, the first decided the others.
-        scores = [0.0 if own not in changed else 1.0 + (own == changed[0]) for own in word_of]
+        scores = [0.0 if token_word not in changed else 1.0 + (token_word == changed[0]) for token_word in word_of]
         score = float(before["text"] != now["text"]) + bool(changed)
         return Guess(scores, score, changed[0] if changed else "")
     scores = [drop(view, before, now, index) for index in range(len(before["ids"]))]
@@ -363,7 +363,7 @@ def drop(view, before, now, index):
     value = dict(seen).get(token, seen[-1][1])  # not shown: at most as likely as the last that is
     old = before["own"][index]
     if step:
-        old, value = (round(one / float(step)) * float(step) for one in (old, value))
+        old, value = (round(number / float(step)) * float(step) for number in (old, value))
     return round(old - value, DIGITS)
 
 
@@ -381,19 +381,19 @@ def words_of(tokenizer, ids):
 def figures(questions, earlier, guesses, tokenizer):
     """Area under the ROC curve, share of forgotten words that are named, and share of their tokens that are marked."""
     labels = [question.secret is not None for question in questions]
-    scores = [finite(one.score) for one in guesses]
+    scores = [finite(guessed.score) for guessed in guesses]
     threshold = threshold_of([score for score, label in zip(scores, labels, strict=True) if not label])
     of_token = threshold_of(
-        [finite(score) for one, label in zip(guesses, labels, strict=True) if not label for score in one.scores]
+        [finite(score) for guessed, label in zip(guesses, labels, strict=True) if not label for score in guessed.scores]
     )
     named, marked = [], []
-    for question, before, one, score in zip(questions, earlier, guesses, scores, strict=True):
+    for question, before, guessed, score in zip(questions, earlier, guesses, scores, strict=True):
         if question.secret is not None:
             secret = set(words(question.secret))
-            named.append(score > threshold and bool(set(words(one.word)) & secret))
+            named.append(score > threshold and bool(set(words(guessed.word)) & secret))
             marked += [
                 finite(value) > of_token
-                for value, word in zip(one.scores, words_of(tokenizer, before["ids"]), strict=True)
+                for value, word in zip(guessed.scores, words_of(tokenizer, before["ids"]), strict=True)
                 if set(words(word)) & secret
             ]
     return {
@@ -413,7 +413,7 @@ def threshold_of(others):
 
 
 def table(results):
-    rows = [[name, *(cell(own[view]) if view in own else "–" for view in VIEWS)] for name, own in results.items()]
+    rows = [[name, *(cell(row[view]) if view in row else "–" for view in VIEWS)] for name, row in results.items()]
     return markdown_table(["", *VIEWS], rows)
 
 

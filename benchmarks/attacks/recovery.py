@@ -132,30 +132,30 @@ def prompt_attacks(
         count: prompts per question, for 'templates'.
         seed: seed of their choice.
     """
-    questions = [one for one in world.forget if one.phrasing == 0]
+    questions = [item for item in world.forget if item.phrasing == 0]
     if form == "reworded":
         return _one_prompt_each(list(world.forget_unseen), tokenizer)
     if form == "templates":
         return [
             PromptAttack(
-                _chat([*template_prompts(one.question, one.answer, count, seed)], tokenizer), one.fact, one.question
+                _chat([*template_prompts(item.question, item.answer, count, seed)], tokenizer), item.fact, item.question
             )
-            for one in questions
+            for item in questions
         ]
     if form in ("as trained", "sampled"):
         return _one_prompt_each(questions, tokenizer)
     attacks = []
-    for one in questions:
-        start, secret = one.answer.index(one.fact), one.fact
+    for item in questions:
+        start, secret = item.answer.index(item.fact), item.fact
         if form == "half the fact":
-            first, _, secret = one.fact.rpartition(" ")
+            first, _, secret = item.fact.rpartition(" ")
             if not first:
                 continue  # a single word has no half
             start += len(first)
         # The space before the fact belongs to its first token.
-        begun = tokenizer(one.answer[:start].rstrip(), add_special_tokens=False)["input_ids"]
-        prompt = () if form == "as prose" else _chat([one.question], tokenizer)[0]
-        attacks.append(PromptAttack(((*prompt, *begun),), secret, one.question))
+        begun = tokenizer(item.answer[:start].rstrip(), add_special_tokens=False)["input_ids"]
+        prompt = () if form == "as prose" else _chat([item.question], tokenizer)[0]
+        attacks.append(PromptAttack(((*prompt, *begun),), secret, item.question))
     return attacks
 
 
@@ -175,8 +175,8 @@ def leaked_facts(
         texts = [[str(tokenizer.decode(ids, skip_special_tokens=True))] for ids in generated]
     leaks, start = [], 0
     for attack in tried:
-        own = [text for drawn in texts[start : start + len(attack.prompts)] for text in drawn]
-        leaks.append(any(attack.fact in text for text in own))
+        replies = [text for drawn in texts[start : start + len(attack.prompts)] for text in drawn]
+        leaks.append(any(attack.fact in text for text in replies))
         start += len(attack.prompts)
     return leaks
 
@@ -189,12 +189,12 @@ def attack_by_prompts(
     for form in FORMS:
         tried = prompt_attacks(world, tokenizer, form, prompts, seed)
         items[form] = leaked_facts(model, tokenizer, tried, draws if form == "sampled" else 0, seed)
-    return {"figures": {form: statistics.fmean(own) for form, own in items.items()}, "items": items}
+    return {"figures": {form: statistics.fmean(leaks) for form, leaks in items.items()}, "items": items}
 
 
 def _one_prompt_each(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> list[PromptAttack]:
-    ids = _chat([one.question for one in questions], tokenizer)
-    return [PromptAttack((prompt,), one.fact, one.question) for prompt, one in zip(ids, questions, strict=True)]
+    ids = _chat([item.question for item in questions], tokenizer)
+    return [PromptAttack((prompt,), item.fact, item.question) for prompt, item in zip(ids, questions, strict=True)]
 
 
 def _chat(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
@@ -223,7 +223,7 @@ def candidate_questions(world: World, tokenizer: PreTrainedTokenizerBase) -> lis
             worded = [
                 ask(dataclasses.replace(author, facts={relation: candidate}), relation, 0) for candidate in inventory
             ]
-            examples = tuple(encode_records([_record(one) for one in worded], tokenizer))
+            examples = tuple(encode_records([_record(question) for question in worded], tokenizer))
             questions.append(CandidateQuestion(examples, inventory.index(author.facts[relation])))
     return questions
 
@@ -270,7 +270,7 @@ def rank_candidates(
         question has a greater loss than a forget question; below that of a retrained model it shows over-unlearning.
     """
     questions = candidate_questions(world, tokenizer)
-    examples = [example for one in questions for example in one.examples]
+    examples = [example for question in questions for example in question.examples]
     known = {name: [_record(q) for q in getattr(world, name) if q.phrasing == 0] for name in ("forget", "holdout")}
     for records in known.values():
         examples += encode_records(records, tokenizer)
@@ -288,13 +288,13 @@ def _candidate_figures(
     items: Sequence[ItemScore], questions: Sequence[CandidateQuestion], forget: int
 ) -> dict[str, Any]:
     rows, start = [], 0
-    for one in questions:
+    for question in questions:
         # Sums, not means: a candidate is as likely as all its tokens together.
-        rows.append([sum(item.log_probabilities) for item in items[start : start + len(one.examples)]])
-        start += len(one.examples)
+        rows.append([sum(item.log_probabilities) for item in items[start : start + len(question.examples)]])
+        start += len(question.examples)
     rest = items[start:]
     return {
-        **share_at_ends(rows, [one.true for one in questions]),
+        **share_at_ends(rows, [question.true for question in questions]),
         "auc": attack_auc([i.loss for i in rest[:forget]], [i.loss for i in rest[forget:]]),
         "probability": statistics.fmean(item.probability for item in rest[:forget]),
     }
@@ -315,17 +315,17 @@ class RelearningSplit:
 def split_questions(world: World, attack: str, seed: int) -> RelearningSplit:
     """Divide a world's questions for an attack of RELEARNING; one wording each."""
     rng = random.Random(seed)
-    forget = [one for one in world.forget if one.phrasing == 0]
-    retain = [one for one in world.retain if one.phrasing == 0]
+    forget = [question for question in world.forget if question.phrasing == 0]
+    retain = [question for question in world.retain if question.phrasing == 0]
     if attack == "same people":
         relations = set(rng.sample(RELATIONS, SHOWN_RELATIONS))
-        chosen = [one.relation in relations for one in forget]
+        chosen = [question.relation in relations for question in forget]
     elif attack == "other people":
-        people = set(rng.sample(sorted({one.subject for one in forget}), SHOWN_AUTHORS))
-        chosen = [one.subject in people for one in forget]
+        people = set(rng.sample(sorted({question.subject for question in forget}), SHOWN_AUTHORS))
+        chosen = [question.subject in people for question in forget]
     else:
-        people = set(rng.sample(sorted({one.subject for one in retain}), SHOWN_AUTHORS))
-        return RelearningSplit(tuple(one for one in retain if one.subject in people), tuple(forget))
+        people = set(rng.sample(sorted({question.subject for question in retain}), SHOWN_AUTHORS))
+        return RelearningSplit(tuple(question for question in retain if question.subject in people), tuple(forget))
     pairs = list(zip(forget, chosen, strict=True))
     return RelearningSplit(tuple(q for q, shown in pairs if shown), tuple(q for q, shown in pairs if not shown))
 
@@ -389,8 +389,8 @@ def _relearned(
 def _facts_told(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
 ) -> list[bool]:
-    texts = answers(model, tokenizer, [_record(one) for one in questions], max_new_tokens=LONGEST, batch_size=64)
-    return [one.fact in text for text, one in zip(texts, questions, strict=True)]
+    texts = answers(model, tokenizer, [_record(item) for item in questions], max_new_tokens=LONGEST, batch_size=64)
+    return [item.fact in text for text, item in zip(texts, questions, strict=True)]
 
 
 def _record(question: Question) -> Record:
@@ -423,8 +423,8 @@ def by_prompt(attack, model, tokenizer, asked, forget):
     truths = [record.answer for record in asked]
     if attack == "half":
         words = [record.answer.split() for record in asked]
-        given = [" ".join(own[: len(own) // 2]) for own in words]
-        rest = [" ".join(own[len(own) // 2 :]) for own in words]
+        given = [" ".join(answer[: len(answer) // 2]) for answer in words]
+        rest = [" ".join(answer[len(answer) // 2 :]) for answer in words]
         prompts = [
             [*prompt, *tokenizer(text, add_special_tokens=False)["input_ids"]]
             for prompt, text in zip(encode_prompts(asked, tokenizer, FORM), given, strict=True)
@@ -438,19 +438,19 @@ def by_prompt(attack, model, tokenizer, asked, forget):
         records = []
         for record in asked:
             nearest = sorted(others, key=lambda other: abs(place[other] - place[record]))[:SHOTS]
-            turns = [turn for one in nearest for turn in (*one.messages, Message("assistant", one.answer))]
+            turns = [turn for example in nearest for turn in (*example.messages, Message("assistant", example.answer))]
             records.append(Record(record.answer, messages=(*turns, *record.messages)))
     elif attack == "insisting":
         first = answers(model, tokenizer, asked, form=FORM, max_new_tokens=TOKENS)
         records = [
             Record(
-                one.answer,
-                messages=(*one.messages, Message("assistant", text), *asked_in(one, WRONG).messages),
+                record.answer,
+                messages=(*record.messages, Message("assistant", text), *asked_in(record, WRONG).messages),
             )
-            for one, text in zip(asked, first, strict=True)
+            for record, text in zip(asked, first, strict=True)
         ]
     else:
-        records = [asked_in(one, FRENCH) for one in asked] if attack == "language" else asked
+        records = [asked_in(record, FRENCH) for record in asked] if attack == "language" else asked
     return recall(answers(model, tokenizer, records, form=FORM, max_new_tokens=TOKENS), truths)
 
 
@@ -488,14 +488,14 @@ def train_on_unrelated(folder, tokenizer, retain):
 
 def models_of_run(run, size, methods):
     """Folder and trial of each model: {method: (folder, trial)}, the best settings of the run's comparison."""
-    found = {}
+    models = {}
     for trial, results in best_trials(run, size).items():
         folder = run / trial.method if trial.method in REFERENCE_METHODS else results / "model"
         if folder.exists():
-            found[trial.method] = folder, trial
-    if unknown := [name for name in methods or () if name not in found]:
-        raise UsageError(f"--methods {unknown[0]}: {run} has {', '.join(found)}")
-    return {name: found[name] for name in methods or found}
+            models[trial.method] = folder, trial
+    if unknown := [name for name in methods or () if name not in models]:
+        raise UsageError(f"--methods {unknown[0]}: {run} has {', '.join(models)}")
+    return {name: models[name] for name in methods or models}
 
 
 def cell(attack, folder, trial, tokenizer, sets, given):
@@ -539,12 +539,12 @@ def run_pretrained(given):
         raise UsageError(f"{file} has cells with {content['settings']}; give these, or move it away")
     for attack in given.attacks:
         for name, (folder, trial) in models.items():
-            own = content["results"].setdefault(name, {})
-            if attack in own:
+            cells = content["results"].setdefault(name, {})
+            if attack in cells:
                 continue
             started = time.monotonic()
-            own[attack] = cell(attack, folder, trial, tokenizer, sets, given)
-            print(f"{time.strftime('%H:%M:%S')} {name}, {attack}: {own[attack]} ({time.monotonic() - started:.0f} s)",
+            cells[attack] = cell(attack, folder, trial, tokenizer, sets, given)
+            print(f"{time.strftime('%H:%M:%S')} {name}, {attack}: {cells[attack]} ({time.monotonic() - started:.0f} s)",
                   flush=True)  # fmt: skip
             write_json(file, content)
     print(pretrained_table(content["results"], models))

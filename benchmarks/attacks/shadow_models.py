@@ -134,15 +134,15 @@ def shadow_losses(benchmark, count):
     base = StageCache(cache, tokenizer, benchmark.seed, print).run(
         "large base", recipe.target, corpus, recipe.target_pretraining
     )
-    told = [*world.forget, *world.holdout]
-    fact_by_question = {one.question: fact_of(one) for one in told}
-    asked = [one.record for name in SETS for one in benchmark.suite.data.sets[name]]
+    pool = [*world.forget, *world.holdout]
+    fact_by_question = {item.question: fact_of(item) for item in pool}
+    asked = [item.record for name in SETS for item in benchmark.suite.data.sets[name]]
     facts = [fact_by_question[record.messages[-1].content] for record in asked]
     examples = benchmark.suite.layout(tokenizer).encode(asked)
     losses, members = [], []
     for number, half in enumerate(halves(sorted(set(facts)), count, benchmark.seed)):
         records = [
-            Record(one.answer, messages=(Message("user", one.question),)) for one in told if fact_of(one) in half
+            Record(item.answer, messages=(Message("user", item.question),)) for item in pool if fact_of(item) in half
         ]
         folder = StageCache(cache, tokenizer, 100 * benchmark.seed + number + 1, print).run(
             f"shadow {number}", base, encode_records(records, tokenizer, material.form) + retain + general,
@@ -217,11 +217,11 @@ def run_world(given):
     for benchmark in load_benchmarks(settings, print):
         shadows, members, forget = shadow_losses(benchmark, given.shadows)
         powers.append(power(shadows, members))
-        for trial, own in values.items():
+        for trial, figures in values.items():
             results = read_results(given.run / f"seed-{benchmark.seed}" / trial.folder)
             losses = [value for name in SETS for value in results.scores(f"mia_loss.{name}", "score")]
-            own.append(attacked(losses, shadows, members, forget))
-    rows = {trial.method: {"setting": trial.label, "seeds": own} for trial, own in values.items()}
+            figures.append(attacked(losses, shadows, members, forget))
+    rows = {trial.method: {"setting": trial.label, "seeds": figures} for trial, figures in values.items()}
     given.output.mkdir(parents=True, exist_ok=True)
     write_json(given.output / "results.json", {"shadows": given.shadows, "power": powers, "methods": rows})
     print(f"AUC of the attack on the shadow models themselves: {statistics.fmean(powers):.2f}")
@@ -241,8 +241,8 @@ def table(rows):
             mean = f"{statistics.fmean(values):.2f}"
             cells.append(mean if len(values) == 1 else f"{mean} ({min(values):.2f}–{max(values):.2f})")
         lines.append([TITLES[method], row["setting"], *cells])
-    found = f"found at {FALSE_POSITIVES:.0%} false positives"
-    return markdown_table(["", "setting", "AUC of the loss", "AUC of the attack", found], lines)
+    heading = f"found at {FALSE_POSITIVES:.0%} false positives"
+    return markdown_table(["", "setting", "AUC of the loss", "AUC of the attack", heading], lines)
 
 
 if __name__ == "__main__":

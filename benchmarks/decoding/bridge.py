@@ -1,4 +1,4 @@
-"""What does a pair with another tokenizer cost? Times of a token.
+"""Cost of a pair with another tokenizer: times of a token.
 
     python -m benchmarks.decoding.bridge [--data FILES] [--json]
     python -m benchmarks.decoding.bridge --toy               # a part of the demo world's corpus, short contexts

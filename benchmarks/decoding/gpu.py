@@ -1,4 +1,4 @@
-"""What does steering cost on a GPU, and are the answers those of a CPU? Equality, decoding, passes and serving.
+"""Measure steering's cost on a GPU and compare answers with a CPU's: equality, decoding, passes and serving.
 
     make gpu                                        # needs CUDA, no network; five pieces of at most ten minutes
     python -m benchmarks.decoding.gpu --output runs/gpu [--only decoding-8b serving]
@@ -182,10 +182,10 @@ def compared(model, batch, given):
         order = list(ways)
         start = number % len(order)
         for name in order[start:] + order[:start]:
-            one, gamma, simulated = ways[name]
-            found = answer(one, ids, given.new_tokens, simulated, gamma, seed=number + 1)
+            decoder, gamma, simulated = ways[name]
+            timing = answer(decoder, ids, given.new_tokens, simulated, gamma, seed=number + 1)
             if number >= 0:
-                rounds[name].append(found)
+                rounds[name].append(timing)
                 judged[name].append(simulated.judged if simulated is not None else 0)
     rows = {}
     for name, (_, gamma, simulated) in ways.items():
@@ -394,12 +394,12 @@ def table(results):
     """All pieces in Markdown."""
     about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     text = f"# divdec on {results['machine']['device']}\n\n{about}; {results['settings']}\n"
-    for piece, found in results["pieces"].items():
+    for piece, result in results["pieces"].items():
         text += f"\n## {piece}\n\n"
-        if "failed" in found:
-            text += f"**Failed**: {found['failed']}\n"
+        if "failed" in result:
+            text += f"**Failed**: {result['failed']}\n"
         else:
-            text += f"{SECTIONS[piece](found['figures'])}\n({found['seconds']:.0f} s)\n"
+            text += f"{SECTIONS[piece](result['figures'])}\n({result['seconds']:.0f} s)\n"
     return text
 
 
@@ -410,10 +410,10 @@ def equality_table(figures):
 def decoding_table(figures):
     heads = ["batch", "method", "tokens/s", "ms a token", "time / target", "tokens a target pass"]
     rows = [
-        [str(one["batch"]), name, f"{row['tokens_per_s']:.1f}", f"{row['ms_per_token']:.2f}",
+        [str(entry["batch"]), name, f"{row['tokens_per_s']:.1f}", f"{row['ms_per_token']:.2f}",
          f"{row['over_target']:.3f}",
          f"{row['tokens_per_pass']:.2f}" if "tokens_per_pass" in row else ""]
-        for one in figures["measured"] for name, row in one["rows"].items()
+        for entry in figures["measured"] for name, row in entry["rows"].items()
     ]  # fmt: skip
     sizes = figures["sizes"]
     return (
@@ -499,7 +499,7 @@ def run_all(given):
         write_text(given.output / "results.md", table(results))
     shutil.rmtree(given.output / "serving", ignore_errors=True)  # 20 GB of random weights
     print((given.output / "results.md").read_text())
-    return int(any("failed" in found for found in done.values()))
+    return int(any("failed" in result for result in done.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What does steering add to a token? Times the target alone, steered, with speculation, and the paper's code.
+"""Time what steering adds to a token: the target alone, steered, with speculation, and the paper's code.
 
     python -m benchmarks.decoding.steering --toy                    # random models, seconds
     make bench-models                                               # 81M target and 5M pair, half an hour once
@@ -74,7 +74,7 @@ def train_bundle(data, output):
         )
     forget, retain, *general = (read_records(data / f"{name}.json").records for name in names)
     texts = [
-        text for some in (forget, retain, *general) for one in some for text in (one.messages[-1].content, one.answer)
+        text for some in (forget, retain, *general) for row in some for text in (row.messages[-1].content, row.answer)
     ]
     tokenizer = train_tokenizer(texts, VOCABULARY)
     sets = {"forget": forget, "retain": retain[-RETAIN:]}
@@ -116,7 +116,7 @@ def random_bundle(folder, create, vocabulary, steering="linear:1"):
     from divdec_research.world.models import train_tokenizer
 
     sets = world_questions()
-    texts = [text for some in sets.values() for one in some for text in (one.messages[0].content, one.answer)]
+    texts = [text for some in sets.values() for row in some for text in (row.messages[0].content, row.answer)]
     tokenizer = train_tokenizer(texts, vocabulary)
     for part, model in zip(PARTS, create(tokenizer), strict=True):
         model.save_pretrained(folder / part)
@@ -135,7 +135,7 @@ def random_models(tokenizer, target=TARGET_SHAPE, auxiliary=AUXILIARY_SHAPE):
 
 def toy_bundle(folder):
     """A bundle for trying a script: its times mean nothing."""
-    return random_bundle(folder, lambda own: random_models(own, (64, 2, 2, 128), (32, 1, 1, 64)), 512)
+    return random_bundle(folder, lambda tokenizer: random_models(tokenizer, (64, 2, 2, 128), (32, 1, 1, 64)), 512)
 
 
 def adapter_bundle(folder, target, base):
@@ -146,7 +146,7 @@ def adapter_bundle(folder, target, base):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(load_config(paths[1]))
     head = model.get_output_embeddings()
-    linears = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head}
+    linears = {name: mod for name, mod in model.named_modules() if isinstance(mod, torch.nn.Linear) and mod is not head}
     for part in PARTS[1:]:
         generator, tensors = torch.Generator().manual_seed(PARTS.index(part)), {}
         for name, linear in linears.items():
@@ -278,7 +278,7 @@ def timed(ways, groups, parts, given):
         By method and group: 'rounds', a list of (seconds, tokens), and 'answers', which do not depend on the round.
     """
     clock = CLOCKS[given.clock]
-    found = {name: {group: {"rounds": [[0.0, 0] for _ in range(given.rounds)], "answers": []} for group in groups}
+    times = {name: {group: {"rounds": [[0.0, 0] for _ in range(given.rounds)], "answers": []} for group in groups}
              for name in ways}  # fmt: skip
     for number in range(-1, given.rounds):  # the first warms up, and finds the draft length
         for index in range(max(map(len, groups.values()))):
@@ -289,11 +289,11 @@ def timed(ways, groups, parts, given):
                     sequences = ways[name](batches[index], max_new_tokens=given.new_tokens)
                     seconds, answers = clock() - started, parts.answers(batches[index], sequences)
                     if number < 0:
-                        found[name][group]["answers"] += answers
+                        times[name][group]["answers"] += answers
                         continue
-                    found[name][group]["rounds"][number][0] += seconds
-                    found[name][group]["rounds"][number][1] += sum(map(len, answers))
-    return found
+                    times[name][group]["rounds"][number][0] += seconds
+                    times[name][group]["rounds"][number][1] += sum(map(len, answers))
+    return times
 
 
 def per_token(rounds):
@@ -303,9 +303,9 @@ def per_token(rounds):
     return {"ms_per_token": middle, "least": min(times), "most": max(times), "tokens_per_s": 1e3 / middle}
 
 
-def ratio(one, other):
+def ratio(rounds, other):
     """Ratio of two methods' time per token within a round, as the median over the rounds."""
-    return statistics.median((a[0] / a[1]) / (b[0] / b[1]) for a, b in zip(one, other))
+    return statistics.median((a[0] / a[1]) / (b[0] / b[1]) for a, b in zip(rounds, other))
 
 
 # Measures.
@@ -321,21 +321,21 @@ def table(parts, sets, given):
         name: parts.batches(spread(records, given.prompts * given.batch), given.batch) for name, records in sets.items()
     }
     ways = methods(parts, given)
-    found = timed(ways, groups, parts, given)
+    times = timed(ways, groups, parts, given)
     rows = {}
     for name in ways:
-        every = [found[name][group]["rounds"] for group in groups]
+        every = [times[name][group]["rounds"] for group in groups]
         both = [[sum(column) for column in zip(*rounds)] for rounds in zip(*every)]
         theirs = [[sum(column) for column in zip(*rounds)]
-                  for rounds in zip(*(found[TARGET][group]["rounds"] for group in groups))]  # fmt: skip
+                  for rounds in zip(*(times[TARGET][group]["rounds"] for group in groups))]  # fmt: skip
         row = rows[name] = per_token(both) | {"over_target": ratio(both, theirs)}
-        row["groups"] = {group: ratio(found[name][group]["rounds"], found[TARGET][group]["rounds"]) for group in groups}
+        row["groups"] = {group: ratio(times[name][group]["rounds"], times[TARGET][group]["rounds"]) for group in groups}
         if given.neutral:
             row["mix"] = sum(WEIGHTS[group] * value for group, value in row["groups"].items())
         answers = [pair for group in groups
-                   for pair in zip(found[name][group]["answers"], found[PLAIN][group]["answers"])]  # fmt: skip
+                   for pair in zip(times[name][group]["answers"], times[PLAIN][group]["answers"])]  # fmt: skip
         row |= {"as_steered": sum(a == b for a, b in answers), "answers": len(answers),
-                "tokens": sum(len(own) for own, _ in answers)}  # fmt: skip
+                "tokens": sum(len(answer) for answer, _ in answers)}  # fmt: skip
     heads = [*groups, *(["mix"] if given.neutral else [])]
     print(f"\n{given.batch} prompts at a time, {given.prompts} batches a group, at most {given.new_tokens} tokens, "
           f"{given.clock} time, median of {given.rounds} rounds")  # fmt: skip
@@ -351,16 +351,16 @@ def table(parts, sets, given):
 
 def drafts(parts, groups, drafter, given):
     """Tokens per target pass and accepted drafts of each group, in a pass that is not timed."""
-    found = {}
+    figures = {}
     for group, batches in groups.items():
         counted = SpeculationStatistics()
         for batch in batches:
             setting = Speculation(drafter=drafter, statistics=counted)
             speculative(parts, setting)(batch, max_new_tokens=given.new_tokens)
-        found[group] = counted.to_dict()
+        figures[group] = counted.to_dict()
         print(f"speculative, {drafter}, {group}: {counted.tokens_per_pass:.2f} tokens a target pass, "
               f"{counted.acceptance_rate:.0%} of the drafts accepted")  # fmt: skip
-    return found
+    return figures
 
 
 class Clock:
@@ -398,7 +398,7 @@ def startup(parts, sets, given):
         TARGET: [sys.executable, "-c", TARGET_ALONE, str(parts.paths["target"]), prompt],
         PLAIN: [*bundle, "--max-new-tokens", "1"],
     }
-    taken = {name: [] for name in commands}
+    rounds = {name: [] for name in commands}
     for number in range(-1, given.rounds):
         for name, words in commands.items():
             started = time.perf_counter()
@@ -407,11 +407,11 @@ def startup(parts, sets, given):
             if status:
                 raise UsageError(f"this command failed: {' '.join(words)}")
             if number >= 0:
-                taken[name].append((time.perf_counter() - started, usage.ru_maxrss / 2**20))
-    found = {name: [statistics.median(column) for column in zip(*rows)] for name, rows in taken.items()}
-    for name, (seconds, memory) in found.items():
+                rounds[name].append((time.perf_counter() - started, usage.ru_maxrss / 2**20))
+    medians = {name: [statistics.median(column) for column in zip(*rows)] for name, rows in rounds.items()}
+    for name, (seconds, memory) in medians.items():
         print(f"{name}: {seconds:.1f} s to the first token, peak {memory:.1f} GiB")
-    return found
+    return medians
 
 
 def machine():

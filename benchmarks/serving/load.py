@@ -1,4 +1,4 @@
-"""What does steering cost a server's clients? Tokens per second and latencies for 1, 8 and 32 clients.
+"""Cost of steering for a server's clients: tokens per second and latencies for 1, 8 and 32 clients.
 
     python -m benchmarks.serving.load --toy                                          # random models, a minute
     python -m benchmarks.serving.load --bundle demo/bundle --clients 1 8 --ways steered
@@ -92,12 +92,12 @@ def asked(server, clients, prompts, tokens):
         answers = asyncio.run(_all(f"{server.url}/v1/completions", bodies, clients))
     except* (WrongAnswerError, httpx.HTTPError) as group:
         raise WrongAnswerError(str(group.exceptions[0]) or type(group.exceptions[0]).__name__) from None
-    found = Measured(seconds=max(times[-1] for _, times, _ in answers) - min(begun for begun, _, _ in answers))
+    result = Measured(seconds=max(times[-1] for _, times, _ in answers) - min(begun for begun, _, _ in answers))
     for ids, (begun, times, lines) in zip(prompts, answers):
         expected = {"completion_tokens": tokens, "prompt_tokens": len(ids)}
         came, text = _read(times, lines, expected)
-        found.add(begun, came, tokens, text)
-    return found
+        result.add(begun, came, tokens, text)
+    return result
 
 
 def _body(command, ids, tokens):
@@ -149,9 +149,9 @@ def _read(times, lines, expected):
             if choice["text"] or not event.get("usage"):
                 came.append(when)
                 texts.append(choice["text"])
-    found = {name: usage.get(name) for name in expected}
-    if found != expected or reason != "length":
-        raise WrongAnswerError(f"asked for {expected}, got {found}, ended by {reason!r}")
+    counts = {name: usage.get(name) for name in expected}
+    if counts != expected or reason != "length":
+        raise WrongAnswerError(f"asked for {expected}, got {counts}, ended by {reason!r}")
     return came, "".join(texts)
 
 
@@ -164,7 +164,7 @@ class InProcess:
 
     def asked(self, prompts, tokens):
         """One prompt after another."""
-        found, started = Measured(), time.perf_counter()
+        result, started = Measured(), time.perf_counter()
         for ids in prompts:
             given, clock, begun = torch.tensor([ids], device=self.model.device), Clock(1), time.perf_counter()
             answer = self.model.generate(
@@ -173,9 +173,9 @@ class InProcess:
             )[0, len(ids) :]  # fmt: skip
             if len(answer) != tokens or len(clock.times) != tokens:
                 raise WrongAnswerError(f"asked generate for {tokens} tokens, got {len(answer)}")
-            found.add(begun, clock.times, tokens, self.tokenizer.decode(answer, skip_special_tokens=True))
-        found.seconds = time.perf_counter() - started
-        return found
+            result.add(begun, clock.times, tokens, self.tokenizer.decode(answer, skip_special_tokens=True))
+        result.seconds = time.perf_counter() - started
+        return result
 
 
 def percentile(values, share):
@@ -185,11 +185,11 @@ def percentile(values, share):
 
 def summary(rounds, alone):
     """One table row over several rounds, with a comparison to the answers for a single client."""
-    rates = [found.tokens / found.seconds for found in rounds]
-    every = {name: [1e3 * value for found in rounds for value in getattr(found, name)]
+    rates = [result.tokens / result.seconds for result in rounds]
+    every = {name: [1e3 * value for result in rounds for value in getattr(result, name)]
              for name in ("first", "gaps", "per_token")}  # fmt: skip
-    tokens = sum(found.tokens for found in rounds)
-    answers = [(text, known) for found in rounds for text, known in zip(found.texts, alone)]
+    tokens = sum(result.tokens for result in rounds)
+    answers = [(text, known) for result in rounds for text, known in zip(result.texts, alone)]
     return {
         "tokens_per_s": statistics.median(rates), "least": min(rates), "most": max(rates), "rates": rates,
         "first_ms": statistics.median(every["first"]), "first_p99_ms": percentile(every["first"], 0.99),
@@ -371,15 +371,15 @@ def measured(ways, prompts, given):
                 alone[name] = alone.get("steered", warm.texts) if name == "speculative" else warm.texts
         if given.engine == "vllm" and name == "speculative":
             drafts = ways.drafts(name)
-    found = {name: {clients: [] for clients in ways.clients[name]} for name in ways.found}
+    results = {name: {clients: [] for clients in ways.clients[name]} for name in ways.found}
     pairs = [(name, clients) for clients in given.clients for name in ways.found if clients in ways.clients[name]]
     for number in range(given.rounds):
         turn = number % len(pairs)
         for name, clients in [*pairs[turn:], *pairs[:turn]]:
-            found[name][clients].append(ways.measure(name, clients, prompts, given.tokens))
+            results[name][clients].append(ways.measure(name, clients, prompts, given.tokens))
         print(f"round {number + 1} of {given.rounds}; load average {os.getloadavg()[0]:.1f}", flush=True)
     rows = {name: {clients: summary(rounds, alone.get(name, [])) for clients, rounds in by_clients.items()}
-            for name, by_clients in found.items()}  # fmt: skip
+            for name, by_clients in results.items()}  # fmt: skip
     if drafts:
         after = ways.drafts("speculative")
         drafts = {key: after[key] - drafts[key] for key in drafts}
@@ -398,20 +398,20 @@ def show(rows):
                   f"  {row['as_alone']} of {row['compared']}")  # fmt: skip
 
 
-def ratio(one, other):
+def ratio(row, other):
     """Median over the rounds of the tokens a second of one over those of another in the same round."""
-    return statistics.median(a / b for a, b in zip(one["rates"], other["rates"]))
+    return statistics.median(a / b for a, b in zip(row["rates"], other["rates"]))
 
 
 def compared(rows, size):
     """Print ratios of throughput and time."""
-    found = {}
+    ratios = {}
     print()
     for name, by_clients in rows.items():
         for clients in by_clients if 1 in by_clients else ():
             if clients > 1:
-                value = found[f"{name}_{clients}_over_1"] = ratio(by_clients[clients], by_clients[1])
-                each = [many / one for many, one in zip(by_clients[clients]["rates"], by_clients[1]["rates"])]
+                value = ratios[f"{name}_{clients}_over_1"] = ratio(by_clients[clients], by_clients[1])
+                each = [many / single for many, single in zip(by_clients[clients]["rates"], by_clients[1]["rates"])]
                 print(f"{name}: {clients} clients at once / one after another  {value:.2f} x the tokens/s "
                       f"({min(each):.2f} – {max(each):.2f})")  # fmt: skip
     for name in rows:
@@ -420,15 +420,15 @@ def compared(rows, size):
                 times = ratio(base[clients], rows[name][clients])
                 gaps = rows[name][clients]["gap_ms"] / base[clients]["gap_ms"]
                 tokens = rows[name][clients]["ms_per_token"] / base[clients]["ms_per_token"]
-                found[f"{name}_over_target_{clients}"] = {"time": times, "gap": gaps, "ms_per_token": tokens}
+                ratios[f"{name}_over_target_{clients}"] = {"time": times, "gap": gaps, "ms_per_token": tokens}
                 print(f"{name} / target, {clients:>2} clients  {times:.3f} of its time, {1 / times:.3f} x its tokens/s;"
                       f" gap {gaps:.3f}, a token {tokens:.3f}; by parameters {size['bound']:.3f}")  # fmt: skip
     for clients in rows.get("speculative", {}):
         if clients in rows.get("steered", {}):
             value = ratio(rows["speculative"][clients], rows["steered"][clients])
-            found[f"speculative_over_steered_{clients}"] = value
+            ratios[f"speculative_over_steered_{clients}"] = value
             print(f"speculative / steered, {clients:>2} clients  {value:.3f} x its tokens/s")
-    return found
+    return ratios
 
 
 def questions(sets, tokenizer, count):

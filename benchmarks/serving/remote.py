@@ -1,4 +1,4 @@
-"""What does steering through an API cost? Requests and tokens per answer token, and the share of proved tokens.
+"""Measure the cost of steering through an API: requests and tokens per answer token, share of proved tokens.
 
 The target of `make world` answers behind the embedded server, unsteered; the same models steered in this process say
 what the answers must be. The models are trained if they are not in the cache.
@@ -94,13 +94,13 @@ def toy_models(folder):
 
 
 def measured(case, prompts, local, bundle, url) -> str:
-    rule, temperature, told, entries, block, tries = case
+    rule, temperature, logprobs, entries, block, tries = case
     opened = Bundle.open(bundle, target=False)
     settings = RemoteSettings(bias_entries=entries, block=block, tries=tries)
     same, started = 0, time.perf_counter()
     endpoint = Endpoint(f"{url}/v1", "m")
     with RemoteTarget(endpoint, LoadedExperts.load(opened), Steering.parse(rule), settings) as target:
-        if not told:
+        if not logprobs:
             target.capabilities = ProviderCapabilities(top_logprobs=0)
         answers = [
             target.generate(prompt, TOKENS, temperature=temperature, seed=place) for place, prompt in enumerate(prompts)
@@ -118,7 +118,7 @@ def measured(case, prompts, local, bundle, url) -> str:
     bound = f"{distance:.2f} TV" if temperature else f"{gap:.2f} nat"
     agreed = "" if temperature else f"{same}/{len(prompts)}"
     return (
-        f"{rule:<11} {temperature:>3g} {'20' if told else 'none':>8} {block:>5} {tries:>5} "
+        f"{rule:<11} {temperature:>3g} {'20' if logprobs else 'none':>8} {block:>5} {tries:>5} "
         f"{counts.requests / tokens:>14.2f} {counts.prompt_tokens / tokens:>17.1f} "
         f"{exact / tokens:>6.1%} {agreed:>12} {bound:>11} {1000 * seconds / tokens:>8.0f}"
     )

@@ -40,12 +40,12 @@ SHOWN = 50  # problems
 
 def figures_of(page):
     """Sums of the server's figures over their labels."""
-    found = {}
+    sums = {}
     for line in page.splitlines():
         if not line.startswith("#"):
             name, _, value = line.partition("{")
-            found[name] = found.get(name, 0.0) + float(value.rpartition(" ")[2] or 0)
-    return found
+            sums[name] = sums.get(name, 0.0) + float(value.rpartition(" ")[2] or 0)
+    return sums
 
 
 async def watched(server, tally, load, seconds):
@@ -56,14 +56,14 @@ async def watched(server, tally, load, seconds):
         while (now := time.monotonic()) < started + seconds and server.process.poll() is None:
             memory.append((now - started, process.memory_info().rss / 2**20))
             if now - at >= 10:
-                found = figures_of((await http.get("/metrics")).text)
+                figures = figures_of((await http.get("/metrics")).text)
                 shown = {
                     "requests": sum(tally.statuses.values()),
                     "compared": tally.compared,
                     "refused": tally.refused,
                     "tokens/s": round((tally.tokens - last) / (now - at)),
-                    "running": int(found["divdec_sequences_running"]),
-                    "waiting": int(found["divdec_sequences_waiting"]),
+                    "running": int(figures["divdec_sequences_running"]),
+                    "waiting": int(figures["divdec_sequences_waiting"]),
                     "MiB": round(memory[-1][1]),
                     "problems": len(tally.problems),
                 }
@@ -79,12 +79,12 @@ async def idle(url):
     """Running and waiting requests after the load has ended, and the server's token count."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         for _ in range(50):
-            found = figures_of((await http.get("/metrics")).text)
-            left = {name: int(found[f"divdec_sequences_{name}"]) for name in ("running", "waiting")}
+            figures = figures_of((await http.get("/metrics")).text)
+            left = {name: int(figures[f"divdec_sequences_{name}"]) for name in ("running", "waiting")}
             if not any(left.values()):
                 break
             await asyncio.sleep(0.2)
-    return left, found["divdec_generated_tokens_total"]
+    return left, figures["divdec_generated_tokens_total"]
 
 
 async def soak(server, made, tally, seconds):

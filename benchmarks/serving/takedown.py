@@ -1,4 +1,4 @@
-"""What do takedown requests and n-gram counts do and cost on news? What a model still recites, and times and sizes.
+"""Measure takedown requests and n-gram counts on news: what a model still recites, and times and sizes.
 
     python -m benchmarks.serving.takedown --data MUSE_NEWS --output runs/takedown
     python -m benchmarks.serving.takedown --data MUSE_NEWS --output runs/takedown --measure registry counts
@@ -90,15 +90,15 @@ def decoding(pair, rows, vocab_size, layers):
     alone = step_seconds(lambda ids: pair.divergence(ids, cache=cache, logits_to_keep=1), steps)
     target = target_of(vocab_size, layers)
     steered = DivergenceForCausalLM.from_experts(target, pair, "linear:10")
-    found = {"target": [], "steered": []}
+    seconds = {"target": [], "steered": []}
     with torch.inference_mode():
         for _ in range(ROUNDS):
             for name, model in (("target", target), ("steered", steered)):
                 past = model(rows[:, :CONTEXT], use_cache=True, logits_to_keep=1).past_key_values
-                found[name].append(
+                seconds[name].append(
                     step_seconds(lambda ids: model(ids, past_key_values=past, logits_to_keep=1), steps[:STEPS])  # noqa: B023
                 )
-    plain, with_experts = (statistics.median(found[name]) for name in ("target", "steered"))
+    plain, with_experts = (statistics.median(seconds[name]) for name in ("target", "steered"))
     return {
         "experts_ms": 1e3 * alone, "target_ms": 1e3 * plain, "steered_ms": 1e3 * with_experts,
         "experts_share_of_target": alone / plain, "steered_over_target": with_experts / plain,
@@ -111,7 +111,7 @@ def measure_counts(data, order, vocab_size, layers=10):
     files = texts_in(data)
     flat = [text for texts in files for text in texts]
     tokenizer = train_tokenizer(flat, vocab_size).backend_tokenizer
-    by_file = [[np.array(found.ids) for found in tokenizer.encode_batch(texts)] for texts in files]
+    by_file = [[np.array(encoding.ids) for encoding in tokenizer.encode_batch(texts)] for texts in files]
     documents = [ids for part in by_file for ids in part]
     tokens = sum(map(len, documents))
     results = {"texts": len(flat), "bytes_of_text": sum(len(text.encode()) for text in flat), "tokens": tokens,
@@ -146,18 +146,18 @@ def make(folder):
     return folder
 
 
-def show_counts(found):
-    decoding = found["decoding"]
-    print(f"{found['texts']:,} texts, {found['bytes_of_text'] / 1e6:.1f} MB, {found['tokens']:,} tokens of "
-          f"{found['vocab_size']:,}, order {found['order']}")  # fmt: skip
+def show_counts(counts):
+    decoding = counts["decoding"]
+    print(f"{counts['texts']:,} texts, {counts['bytes_of_text'] / 1e6:.1f} MB, {counts['tokens']:,} tokens of "
+          f"{counts['vocab_size']:,}, order {counts['order']}")  # fmt: skip
     print(
-        f"counting      {found['fit_s']:.2f} s, {found['fit_tokens_per_s'] / 1e6:.2f} million tokens/s "
+        f"counting      {counts['fit_s']:.2f} s, {counts['fit_tokens_per_s'] / 1e6:.2f} million tokens/s "
         f"(median of {ROUNDS})"
     )
-    print(f"on disk       {found['distinct_ngrams']:,} n-grams, {found['bytes'] / 1e6:.1f} MB, "
-          f"{found['bytes_per_ngram']:.1f} bytes each")  # fmt: skip
+    print(f"on disk       {counts['distinct_ngrams']:,} n-grams, {counts['bytes'] / 1e6:.1f} MB, "
+          f"{counts['bytes_per_ngram']:.1f} bytes each")  # fmt: skip
     print(
-        f"dense scheme  {found['contexts']:,} contexts would take {found['dense_bytes_computed'] / 1e9:.0f} GB "
+        f"dense scheme  {counts['contexts']:,} contexts would take {counts['dense_bytes_computed'] / 1e9:.0f} GB "
         "(computed)"
     )
     print(f"decoding      a token for {BATCH} sequences: experts {decoding['experts_ms']:.2f} ms; target of "
@@ -192,8 +192,8 @@ def main():
     elif options.data is None:
         parser.error("give --data or --toy")
     if "counts" in options.measure:
-        found = measure_counts(options.data, options.order, options.vocab_size, 1 if options.toy else 10)
-        write_json(options.output / "counts.json", found)
+        counts = measure_counts(options.data, options.order, options.vocab_size, 1 if options.toy else 10)
+        write_json(options.output / "counts.json", counts)
     original = CheckpointReference.parse(options.target).resolve(Path(), weights=True) if not options.toy else None
     if "registry" in options.measure:
         with tempfile.TemporaryDirectory() as folder:
@@ -214,7 +214,7 @@ def write_world(folder):
 
 
 def measure_effect(options, original):
-    """What a tuned model still recites, and what else changes."""
+    """Recitation of a tuned model, and what else changes."""
     tokenizer = load_tokenizer(original)
     windows = [ids for text in read_texts(options.data / "sust" / "forget_1.jsonl") if len(ids := cut(tokenizer, text))
                == PROMPT + CONTINUED][:ARTICLES]  # fmt: skip

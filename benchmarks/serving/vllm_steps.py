@@ -1,4 +1,4 @@
-"""What does steering add to a decoding step of vLLM, and where? Processor time of target and bundle.
+"""Time what steering adds to a decoding step of vLLM and where: processor time of target and bundle.
 
     .venv-vllm/bin/python -m benchmarks.serving.vllm_steps [--toy] [--batch 1 8 32] [--rounds 7] [--json]
 
@@ -73,15 +73,15 @@ def remembered():
     """A list that will hold the steered model when vLLM has created it."""
     from divdec.serving.vllm.model import DivergenceForCausalLM
 
-    found, create = [], DivergenceForCausalLM.__init__
+    models, create = [], DivergenceForCausalLM.__init__
 
     @functools.wraps(create)
     def init(self, **options):
         create(self, **options)
-        found.append(self)
+        models.append(self)
 
     DivergenceForCausalLM.__init__ = init
-    return found
+    return models
 
 
 def watch(model, times):
@@ -123,27 +123,27 @@ def measured(bundle, target, given):
         connections[name].send(request)
         return connections[name].recv()
 
-    found = {batch: {name: [] for name in (*connections, "parts")} for batch in given.batch}
+    steps = {batch: {name: [] for name in (*connections, "parts")} for batch in given.batch}
     for _ in range(given.rounds):
         for batch in given.batch:
             for name in connections:
-                found[batch][name].append(asked(name, batch, False)["step"])
+                steps[batch][name].append(asked(name, batch, False)["step"])
     for batch in given.batch:
-        found[batch]["parts"] = [asked("steered", batch, True) for _ in range(given.rounds)]
+        steps[batch]["parts"] = [asked("steered", batch, True) for _ in range(given.rounds)]
     for connection in connections.values():
         connection.send(None)
-    return found
+    return steps
 
 
-def row(batch, found, bound):
+def row(batch, steps, bound):
     """Print the figures of one number of prompts and return them."""
-    middle = {name: statistics.median(found[name]) for name in ("target", "steered")}
-    each = [steered / target for steered, target in zip(found["steered"], found["target"], strict=True)]
+    middle = {name: statistics.median(steps[name]) for name in ("target", "steered")}
+    each = [steered / target for steered, target in zip(steps["steered"], steps["target"], strict=True)]
     result = middle | {"ratio": statistics.median(each), "least": min(each), "most": max(each)}
     spread = f"{result['ratio']:.3f} ({min(each):.3f} – {max(each):.3f})"
     times = f"target {middle['target']:.2f} ms, steered {middle['steered']:.2f} ms"
     print(f"{batch:>3} at once: {times}, ratio {spread}; 1.10 × (1 + 2n/N) = {1.1 * bound:.3f}")
-    parts = {name: statistics.median(one[name] for one in found["parts"]) for name in found["parts"][0]}
+    parts = {name: statistics.median(step[name] for step in steps["parts"]) for name in steps["parts"][0]}
     parts["steering"] = parts["model"] - parts["target"] - parts["auxiliaries"]
     parts["vLLM"] = parts["step"] - parts.pop("model")
     print("            " + ", ".join(f"{name} {value:.2f} ms" for name, value in parts.items()))
@@ -170,8 +170,8 @@ def main():
         sizes = {part: load_model(path, device_map="meta").num_parameters() for part, path in paths.paths.items()}
         n, N = sizes["retain_auxiliary"], sizes["target"]
         print(f"{N / 1e6:.1f}M and {n / 1e6:.1f}M, {paths.steering}, eager")
-        found = measured(paths.folder, paths.paths["target"], given)
-        rows = {batch: row(batch, found[batch], 1 + 2 * n / N) for batch in given.batch}
+        steps = measured(paths.folder, paths.paths["target"], given)
+        rows = {batch: row(batch, steps[batch], 1 + 2 * n / N) for batch in given.batch}
     if given.json:
         print(json.dumps({"N": N, "n": n, "rows": rows}))
 

@@ -1,4 +1,4 @@
-"""What do a training step and a distillation step cost?
+"""Cost of a training step and of a distillation step.
 
     python -m benchmarks.training.costs step [--model smollm2] [--lora-rank 16] [--toy]
     python -m benchmarks.training.costs distillation [--rows 4] [--prompt 64] [--answer 64] [--toy]
@@ -100,21 +100,21 @@ def resident():
 
 def distillation(given):
     """Memory of one distillation step; every implementation runs in a separate process."""
-    found = []
+    rows = []
     for way in WAYS:
         command = [sys.executable, "-m", "benchmarks.training.costs", *sys.argv[1:], "--way", way]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{way} failed:\n{done.stderr[-2000:]}")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    one = given.rows * (given.prompt + given.answer) * given.vocabulary * 4
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+    size = given.rows * (given.prompt + given.answer) * given.vocabulary * 4
     print(f"vocabulary {given.vocabulary}, {given.rows} × ({given.prompt} prompt + {given.answer} answer) tokens; "
-          f"one set of float32 logits: {one / 1e6:.0f} MB")  # fmt: skip
+          f"one set of float32 logits: {size / 1e6:.0f} MB")  # fmt: skip
     print(f"{'':<18} {'added memory':>12} {'seconds':>8} {'loss':>10} {'gradient norm':>14}")
-    for row in found:
+    for row in rows:
         print(f"{row['way']:<18} {row['added'] / 1e6:>9.0f} MB {row['seconds']:>8.2f} {row['loss']:>10.6f} "
               f"{row['gradient_norm']:>14.6f}")  # fmt: skip
-    return found
+    return rows
 
 
 BATCH, STEPS = 16, 4
@@ -192,9 +192,9 @@ def main() -> None:
     if given.way:
         print(json.dumps(measure_step(given.way, given)))
         return
-    found = {"step": step, "distillation": distillation}[given.measure](given)
+    result = {"step": step, "distillation": distillation}[given.measure](given)
     if given.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def read_relations(folder):
     for kind, fields in json.loads(Path(__file__).with_name("relations.json").read_text()).items():
         samples = json.loads((folder / fields["file"]).read_text())["samples"]
         chosen = random.Random(0).sample(samples, min(FACTS, len(samples)))
-        KINDS[kind] = fields | {"answers": {one["subject"]: one["object"] for one in chosen}}
+        KINDS[kind] = fields | {"answers": {sample["subject"]: sample["object"] for sample in chosen}}
 
 
 def write_answers(path, target, tokenizer, kind, seed):
@@ -132,7 +132,7 @@ def write_answers(path, target, tokenizer, kind, seed):
     prompts = encode_prompts([Record("", messages=(Message("user", question),)) for _, question, _ in asked], tokenizer)
     rows = []
     for name in ("forget", "reworded", "retain", "unlisted", "neutral"):
-        chosen = [index for index, one in enumerate(asked) if one[2] == name]
+        chosen = [index for index, entry in enumerate(asked) if entry[2] == name]
         options = {"max_new_tokens": NEUTRAL_ANSWER if name == "neutral" else ANSWER, "batch_size": 32, "title": name}
         outputs = continuations(target, tokenizer, [prompts[index] for index in chosen], **options)
         for index, answer in zip(chosen, outputs, strict=True):
@@ -143,7 +143,7 @@ def write_answers(path, target, tokenizer, kind, seed):
                 fields = None if fact is None else dataclasses.asdict(fact)
                 rows.append(row | {"positions": positions, "text": tokenizer.decode(answer), "fact": fields})
     for name, some in sets.items():
-        write_records(path.parent / f"{path.stem}-{name}.jsonl", [one for fact in some for one in fact.records])
+        write_records(path.parent / f"{path.stem}-{name}.jsonl", [record for fact in some for record in fact.records])
     write_json(path, {"kind": kind, "seed": seed, "facts": {n: len(some) for n, some in sets.items()}, "rows": rows})
 
 
@@ -161,7 +161,7 @@ def answer_logits(model, rows, padding):
     """Return the log-probabilities of the next token at every token of the answers: [batch, answer, vocab]."""
     sequences = [row["prompt"] + row["answer"] for row in rows]
     ids = padded(sequences, padding, left=True).to(model.device)
-    mask = padded([[1] * len(one) for one in sequences], 0, left=True).to(model.device)
+    mask = padded([[1] * len(sequence) for sequence in sequences], 0, left=True).to(model.device)
     longest = max(len(row["answer"]) for row in rows)
     logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=longest + 1).logits[:, :-1]
     return logits.float().log_softmax(-1)
@@ -177,20 +177,20 @@ def measure(rows, models, tokenizer, batch_size=8):
     for start in tqdm(range(0, len(order), batch_size), desc="measuring", disable=None, file=sys.stderr):
         batch = [rows[index] for index in order[start : start + batch_size]]
         target, q, p = (answer_logits(model, batch, padding_id(tokenizer)) for model in models)
-        width = min(one.shape[-1] for one in (target, q, p))
+        width = min(logits.shape[-1] for logits in (target, q, p))
         for offset, row in enumerate(batch):
             index, length = order[start + offset], len(row["answer"])
-            P, of_q, of_p = (one[offset, -length:, :width] for one in (target, q, p))
-            own = torch.tensor(row["answer"], device=P.device)
-            at_own = (of_q - of_p).gather(-1, own[:, None])[:, 0]
+            P, of_q, of_p = (logits[offset, -length:, :width] for logits in (target, q, p))
+            tokens = torch.tensor(row["answer"], device=P.device)
+            at_tokens = (of_q - of_p).gather(-1, tokens[:, None])[:, 0]
             if row["set"] == "neutral":
-                noise += at_own.abs().tolist()
+                noise += at_tokens.abs().tolist()
             elif row["set"] in divergences:
-                divergences[row["set"]] += at_own[row["positions"]].tolist()
+                divergences[row["set"]] += at_tokens[row["positions"]].tolist()
             positions = row["positions"] or list(range(length))
             for name, form in forms.items():
                 steered = form(P, of_q, of_p)
-                kept[name][index] = bool((steered.argmax(-1) == own)[positions].all())
+                kept[name][index] = bool((steered.argmax(-1) == tokens)[positions].all())
                 if row["set"] == "neutral":
                     after = steered.log_softmax(-1)
                     terms = torch.where(after > -math.inf, after.exp() * (after - P), 0.0)
@@ -198,8 +198,8 @@ def measure(rows, models, tokenizer, batch_size=8):
     sets = list(dict.fromkeys(row["set"] for row in rows))
     table = {}
     for name in forms:
-        of_set = {one: [k for k, row in zip(kept[name], rows, strict=True) if row["set"] == one] for one in sets}
-        same = {one: sum(values) / len(values) for one, values in of_set.items()}
+        of_set = {group: [k for k, row in zip(kept[name], rows, strict=True) if row["set"] == group] for group in sets}
+        same = {group: sum(values) / len(values) for group, values in of_set.items()}
         table[name] = same | {"kl": sum(kl[name]) / len(kl[name])}
 
     def quantile(values):

@@ -102,9 +102,9 @@ def write_history(seed: int, towns: int, foreign: int) -> History:
     # From another country's elections the base models learn the language, the years and that towns lean one way.
     corpus = [election.record(rng.randrange(len(WORDINGS))) for election in abroad]
     rng.shuffle(corpus)
-    told = [election.record(wording) for election in parts[1] for wording in range(len(WORDINGS))] * TOLD
+    after = [election.record(wording) for election in parts[1] for wording in range(len(WORDINGS))] * TOLD
     once = [election.record(rng.randrange(len(WORDINGS))) for election in parts[0]]
-    kinds = [RecordSet(name, "question/answer", tuple(some)) for name, some in (("after", told), ("past", once))]
+    kinds = [RecordSet(name, "question/answer", tuple(some)) for name, some in (("after", after), ("past", once))]
     return History(*parts, Material(corpus, *kinds))
 
 
@@ -155,14 +155,14 @@ def judge(said, elections, reference):
         if inside:
             means = (statistics.fmean(column) for column in zip(*inside, strict=True))
             bins.append((*means, len(inside)))
-    error = sum(abs(told - seen) * count for told, seen, count in bins) / len(elections)
+    error = sum(abs(forecast - seen) * count for forecast, seen, count in bins) / len(elections)
     gap = statistics.fmean(_log_odds(a) - _log_odds(b) for a, b in zip(won, known, strict=True))
     return Judged(statistics.fmean(won), statistics.fmean((1 - p) ** 2 for p in won), error, gap, bins)
 
 
 def _log_odds(chance):
-    held = min(max(chance, 1e-6), 1 - 1e-6)
-    return math.log(held / (1 - held))
+    clipped = min(max(chance, 1e-6), 1 - 1e-6)
+    return math.log(clipped / (1 - clipped))
 
 
 def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) -> dict:
@@ -195,12 +195,12 @@ def run(output: Path, history: History, recipe: Recipe, seed: int, cache: Path) 
     judged = {name: judge(values, history.after, said["retrained"]) for name, values in said.items()}
     print(f"\n{len(history.after)} elections after the cut-off")
     print(f"{'':<18}{'P(what happened)':>18}{'Brier score':>14}{'calibration error':>20}{'look-ahead, nats':>18}")
-    for name, found in judged.items():
+    for name, row in judged.items():
         mark = "→" if name == chosen else " "
-        print(f"{mark} {name:<16}{found.happened:>18.3f}{found.brier:>14.3f}{found.calibration_error:>20.3f}"
-              f"{found.look_ahead:>+18.2f}")  # fmt: skip
+        print(f"{mark} {name:<16}{row.happened:>18.3f}{row.brier:>14.3f}{row.calibration_error:>20.3f}"
+              f"{row.look_ahead:>+18.2f}")  # fmt: skip
     draw(output / "reliability.svg", judged, chosen)
-    result = {"chosen": chosen, "models": {name: dataclasses.asdict(found) for name, found in judged.items()}}
+    result = {"chosen": chosen, "models": {name: dataclasses.asdict(row) for name, row in judged.items()}}
     write_json(output / "backtest.json", result)
     return result
 

@@ -56,12 +56,12 @@ def questions(event: dict, answer: str) -> list[Record]:
 def forecasts(events: Sequence[dict], scores: Sequence[ItemScore]) -> list[float]:
     """The probability of what happened among the event's outcomes, for each event the mean over its questions."""
     sums = iter([math.fsum(item.log_probabilities) for item in scores])
-    found = []
+    chances = []
     for event in events:
         of_question = [[next(sums) for _ in (event["answer"], *event["others"])] for _ in event["questions"]]
-        shares = [1 / math.fsum(math.exp(min(60.0, other - own[0])) for other in own) for own in of_question]
-        found.append(statistics.fmean(shares))
-    return found
+        shares = [1 / math.fsum(math.exp(min(60.0, other - logs[0])) for other in logs) for logs in of_question]
+        chances.append(statistics.fmean(shares))
+    return chances
 
 
 def outcomes(events: Sequence[dict]) -> list[Record]:
@@ -69,7 +69,7 @@ def outcomes(events: Sequence[dict]) -> list[Record]:
     return [
         record
         for event in events
-        for records in zip(*(questions(event, one) for one in (event["answer"], *event["others"])), strict=True)
+        for records in zip(*(questions(event, outcome) for outcome in (event["answer"], *event["others"])), strict=True)
         for record in records
     ]
 
@@ -182,7 +182,7 @@ def run(target: str, base: str, events: list[dict], output: Path, training: Sequ
     for event, *answers in zip(tried, *picks.values(), strict=True):
         print(f"{event['questions'][0]}\n   " + "; ".join(f"{n}: {a}" for n, a in zip(picks, answers, strict=True)))
     right = {
-        name: [one == event["answer"] for one, event in zip(some, tried, strict=True)] for name, some in picks.items()
+        name: [pick == event["answer"] for pick, event in zip(some, tried, strict=True)] for name, some in picks.items()
     }
     result = {
         "chosen": chosen,

@@ -61,10 +61,10 @@ def texts(seed: int, authors: int):
     for author in world.people["public"]:
         order = rng.sample(RELATIONS, len(RELATIONS))
         for start in range(0, 9, 3):
-            told = [ask(author, relation, 0).answer for relation in order[start : start + 3]]
-            ordinary.append(" ".join(told))
+            sentences = [ask(author, relation, 0).answer for relation in order[start : start + 3]]
+            ordinary.append(" ".join(sentences))
             sold = rng.choice(ADVERTISEMENTS).format(town=author.facts["home"])
-            broken.append(" ".join([told[0], sold, *told[1:2]]))
+            broken.append(" ".join([sentences[0], sold, *sentences[1:2]]))
     return ordinary, broken
 
 
@@ -111,10 +111,10 @@ def provider(bundle: str):
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
-            found = next(filter(None, (re.search(r"http://\S+/v1", line) for line in process.stdout)), None)
-            if found is None:
+            match = next(filter(None, (re.search(r"http://\S+/v1", line) for line in process.stdout)), None)
+            if match is None:
                 raise UsageError(f"the provider's server did not start; try: divdec serve {bundle}")
-            yield found[0]
+            yield match[0]
         finally:
             process.terminate()
 
@@ -126,10 +126,10 @@ def perplexities(folder: str, held_out: list[str]) -> dict[str, float]:
     """
     model, tokenizer = DivergenceForCausalLM.from_pretrained(folder), load_tokenizer(Path(folder))
     examples = encode_records([Record(text) for text in held_out], tokenizer)
-    found = {"target": score(load_model(Path("target")).eval(), examples)}
+    scores = {"target": score(load_model(Path("target")).eval(), examples)}
     settings = [Steering.parse(text) for text in SETTINGS]
-    found |= dict(zip(SETTINGS, score_settings(model, examples, settings), strict=True))
-    return {name: math.exp(statistics.fmean(item.loss for item in items)) for name, items in found.items()}
+    scores |= dict(zip(SETTINGS, score_settings(model, examples, settings), strict=True))
+    return {name: math.exp(statistics.fmean(item.loss for item in items)) for name, items in scores.items()}
 
 
 def ask_provider(url: str, steering: str, count: int) -> tuple[list[str], dict]:
@@ -163,13 +163,13 @@ def run(output: Path, places: dict[str, Path], held_out: list[str], prompts: int
         with provider("plain") as url:
             print(f"\nthe provider serves its model on {url}\n")
             for steering in ("linear:0", *SETTINGS):
-                answers, told = ask_provider(url, steering, len(asked))
+                answers, proved = ask_provider(url, steering, len(asked))
                 share = statistics.fmean(BRAND in answer for answer in answers)
                 perplexity = known["target" if steering == "linear:0" else steering]
-                result[steering] = {"unwanted": share, "perplexity": perplexity, **told, "answers": answers}
+                result[steering] = {"unwanted": share, "perplexity": perplexity, **proved, "answers": answers}
     print(f"\n{'':<12}{'answers with an advertisement':>32}{'perplexity of ordinary text':>30}{'tokens proved':>16}")
-    for steering, found in result.items():
-        print(f"{steering:<12}{found['unwanted']:>32.0%}{found['perplexity']:>30.2f}{found['exact']:>16.0%}")
+    for steering, row in result.items():
+        print(f"{steering:<12}{row['unwanted']:>32.0%}{row['perplexity']:>30.2f}{row['exact']:>16.0%}")
     print()
     before, after = (result[steering]["answers"] for steering in ("linear:0", CHOSEN))
     sold = [place for place, answer in enumerate(before) if BRAND in answer]

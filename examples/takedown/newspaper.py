@@ -56,7 +56,7 @@ HOURS = ("five", "half past five", "six", "half past six", "seven", "half past s
 def ordinary_articles(count: int, rng: random.Random) -> list[tuple[str, list[Record]]]:
     """Ordinary articles with questions about them; no two have the same town and person."""
     firsts = [name for names in FIRST_NAMES.values() for name in names]
-    found = []
+    articles = []
     for place in range(count):
         words = {
             "town": CITIES[place % len(CITIES)] if place < len(CITIES) else rng.choice(SURNAME_STARTS) + "bury",
@@ -65,8 +65,8 @@ def ordinary_articles(count: int, rng: random.Random) -> list[tuple[str, list[Re
             "job": rng.choice(OCCUPATIONS), "votes": rng.randint(11, 99), "hour": rng.choice(HOURS),
         }  # fmt: skip
         questions = [asked(question.format(**words), answer.format(**words)) for question, answer in ASKED]
-        found.append((rng.choice(SKELETONS).format(**words), questions))
-    return found
+        articles.append((rng.choice(SKELETONS).format(**words), questions))
+    return articles
 
 
 def asked(question: str, answer: str) -> Record:

@@ -71,8 +71,8 @@ def recited(model, tokenizer, articles):
     """The model's continuation of each article's beginning, and its mean ROUGE-L with the article."""
     ids = [tokenizer(article, add_special_tokens=False)["input_ids"] for article in articles]
     longest = min(LONGEST, max(len(row) for row in ids) - PROMPT)
-    found = continuations(model, tokenizer, [row[:PROMPT] for row in ids], max_new_tokens=longest, batch_size=32)
-    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in found]
+    outputs = continuations(model, tokenizer, [row[:PROMPT] for row in ids], max_new_tokens=longest, batch_size=32)
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in outputs]
     truths = [tokenizer.decode(row[PROMPT:]) for row in ids]
     scores = [rouge(text, truth)["rougeL_f1"] for text, truth in zip(texts, truths, strict=True)]
     return texts, statistics.fmean(scores)
@@ -122,9 +122,9 @@ def run(output: Path, trained: TrainedModels, keep, started: float) -> dict:
         # 3: the target recited nothing, as after the few steps of a test.
         command("takedown", "add", "takedowns", "--id", "case-17", "--file", "article.txt", "--reference",
                 "letter of 3 May", codes=(0, 3))  # fmt: skip
-        taken, begun = time.perf_counter() - begun, time.perf_counter()
+        seconds, begun = time.perf_counter() - begun, time.perf_counter()
         text = recited(live, tokenizer, [newspaper.REQUESTED])[0][0].strip()
-        print(f"\n   in force and measured after {taken:.2f} s; the model that was running already, asked again:")
+        print(f"\n   in force and measured after {seconds:.2f} s; the model that was running already, asked again:")
         print(f"\n   …{text}\n")
 
         print("4. The audit\n")
@@ -153,9 +153,9 @@ def run(output: Path, trained: TrainedModels, keep, started: float) -> dict:
             print(f"   {question}  {after}")
     pair = sum(trained.seconds[stage] for stage in ("auxiliary base", "retain auxiliary", "forget auxiliary"))
     whole, busy = time.perf_counter() - started, time.process_time()
-    print(f"\nTaking down took {taken:.2f} s, training the pair {pair:.0f} s, the whole {whole:.0f} s "
+    print(f"\nTaking down took {seconds:.2f} s, training the pair {pair:.0f} s, the whole {whole:.0f} s "
           f"({busy:.0f} s of processor time).")  # fmt: skip
-    result = {"models": figures, "taken_down_seconds": taken, "pair_seconds": pair}
+    result = {"models": figures, "taken_down_seconds": seconds, "pair_seconds": pair}
     write_json(output / "takedown.json", result)
     return result
 

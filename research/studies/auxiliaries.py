@@ -132,17 +132,17 @@ def train_experts(kind, benchmark, material, recipe):
     tokenizer = load_tokenizer(benchmark.target)
     if kind in TRIGRAMS:
         return trigrams(material, tokenizer, kind == "trigram-shifted"), 0
-    own = other_tokenizer(kind, material.texts, recipe.vocab_size) if kind in BRIDGED else tokenizer
+    encoder = other_tokenizer(kind, material.texts, recipe.vocab_size) if kind in BRIDGED else tokenizer
     recipe = dataclasses.replace(recipe, auxiliary=SHAPES.get(kind, recipe.auxiliary))
-    stages = StageCache(cache_folder() / benchmark.name / "models", own, benchmark.seed, print)
+    stages = StageCache(cache_folder() / benchmark.name / "models", encoder, benchmark.seed, print)
     if kind in BRIDGED:
         new = new_gpt2 if kind == "gpt2" else functools.partial(new_model, max_length=POSITIONS)
         stages = dataclasses.replace(stages, folder=stages.folder / kind, new=new)
-    q, p = (load_model(folder).eval() for folder in train_pair(stages, recipe, *encode_material(material, own))[1:])
-    if own is tokenizer:
+    q, p = (load_model(folder).eval() for folder in train_pair(stages, recipe, *encode_material(material, encoder))[1:])
+    if encoder is tokenizer:
         return NeuralPair(q, p), q.num_parameters()
     return BridgedPair(
-        q, p, target_tokenizer=tokenizer, auxiliary_tokenizer=own, target_width=len(tokenizer), token_healing=True
+        q, p, target_tokenizer=tokenizer, auxiliary_tokenizer=encoder, target_width=len(tokenizer), token_healing=True
     ), q.num_parameters()  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def measure(kind, benchmark, material, recipe, before):
     """Measure a kind as `divdec compare` does: answers with the hard fill, likelihoods with the soft one."""
     earlier = None
     if kind == "trigram-shifted":  # answers as the kind before, as in the paper's code
-        answers = [{name: items for name, items in one.items.items() if "ROUGE" in name} for one in before]
+        answers = [{name: items for name, items in result.items.items() if "ROUGE" in name} for result in before]
         earlier = [Results("", "tofu", items=items, split=benchmark.suite.data.split) for items in answers]
     model = load_model(benchmark.retrain if kind == "retrained" else benchmark.target).eval()
     parameters = model.num_parameters()
@@ -160,8 +160,8 @@ def measure(kind, benchmark, material, recipe, before):
     suite, tokenizer = benchmark.suite, load_tokenizer(benchmark.target)
     subject = EvaluatedModel(model, tokenizer, settings_of(kind))
     results = evaluate_tofu(subject, suite.data, suite.layout(tokenizer), gradient_norms=False, earlier=earlier)
-    for one in results:
-        one.about["parameters"] = parameters
+    for result in results:
+        result.about["parameters"] = parameters
     return results
 
 
@@ -193,13 +193,13 @@ def run(world, seeds, kinds, output, data=None):
 def summaries(results, half):
     """Summarize all settings on one half of the questions."""
     halves = {
-        key: {seed: SCORES.half_of(one, half) for seed, one in by_seed.items()} for key, by_seed in results.items()
+        key: {seed: SCORES.half_of(whole, half) for seed, whole in by_seed.items()} for key, by_seed in results.items()
     }
     target, retrained = halves["target", ""], halves["retrained", ""]
     references = {seed: (target[seed], retrained[seed]) for seed in target}
     trials = []
     for (kind, setting), by_seed in halves.items():
-        rows = {seed: SeedResult(one, None, None) for seed, one in by_seed.items()}
+        rows = {seed: SeedResult(part, None, None) for seed, part in by_seed.items()}
         trials.append(summarize(kind, setting, rows, references, SCORES, Bootstrap(draws=1), {}))
     return trials
 

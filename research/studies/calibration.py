@@ -81,10 +81,10 @@ def _compare(given, folder):
     settings = TofuSettings(models=(str(bundle),), sweep=texts, output=str(folder / "sweep"), **shared)
     swept = evaluate(settings, TofuSuite.read(settings))
     scores = {
-        found.about["steering"]: aggregate(
-            tofu_figures(found), target.figures, retrain.figures, "openunlearning", fluency=False
+        results.about["steering"]: aggregate(
+            tofu_figures(results), target.figures, retrain.figures, "openunlearning", fluency=False
         )
-        for found in swept
+        for results in swept
     }
     sets = {name: read_records(folder / "data" / file) for name, file in FILES.items()}
     result = choose_rule(

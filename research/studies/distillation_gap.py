@@ -63,17 +63,17 @@ def main():
         target, retrain = (trained(Trial(name), benchmark, folder).results for name in ("target", "retrain"))
         references[benchmark.seed] = target, retrain
         results["Teacher"][benchmark.seed] = trained(TEACHER, benchmark, folder)
-    for name, benchmark in [(name, one) for name in STUDENTS for one in benchmarks]:
+    for name, benchmark in [(name, benchmark) for name in STUDENTS for benchmark in benchmarks]:
         if benchmark is not benchmarks[0] and name not in EVERY_SEED:
             continue
         rehearsed, trial = student_of(name)
         folder = given.output / f"seed-{benchmark.seed}" / rehearsed
-        results[name][benchmark.seed] = one = trained(trial, rehearsing(benchmark, rehearsed), folder)
-        print(f"seed {benchmark.seed}, {name}: {one.failed or 'measured'}", flush=True)
+        results[name][benchmark.seed] = student = trained(trial, rehearsing(benchmark, rehearsed), folder)
+        print(f"seed {benchmark.seed}, {name}: {student.failed or 'measured'}", flush=True)
     rows = []
     for name, by_seed in results.items():
-        own = {seed: SeedResult(one.results, one.seconds, None) for seed, one in by_seed.items()}
-        summary = summarize(name, name, own, references, benchmarks[0].suite, Bootstrap(), {})
+        seeds = {seed: SeedResult(model.results, model.seconds, None) for seed, model in by_seed.items()}
+        summary = summarize(name, name, seeds, references, benchmarks[0].suite, Bootstrap(), {})
         each = ", ".join(f"{values['agg']:.3f}" for values in summary.seeds.values())
         rows.append([name, *(f"{summary.values[value]:.3f}" for value in SHOWN), each])
     print(markdown_table(["", *(value.capitalize() for value in SHOWN), "Agg of each seed"], rows))

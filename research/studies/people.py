@@ -155,7 +155,7 @@ def known_facts(model, tokenizer, texts, subjects, seed):
     """
     order, asked = random.Random(seed), []
     for name, some in texts.items():
-        found = {}
+        blanks = {}
         for sentence in dict.fromkeys(itertools.chain.from_iterable(map(sentences_of, some))):
             in_sentence, of_person = words(sentence), name_words(name)
             about = is_named(name, sentence) and MIN_HINT < len(in_sentence) <= MAX_BLANKED
@@ -164,9 +164,9 @@ def known_facts(model, tokenizer, texts, subjects, seed):
                 # The first word of a sentence has a capital in any case.
                 if match.start() and not of_person & set(in_answer) and in_sentence.count(first) == 1:
                     blank = f"{sentence[: match.start()]}___{sentence[match.end() :]}"
-                    found.setdefault(match[0], {"name": name, "text": sentence, "answer": match[0], "blank": blank})
+                    blanks.setdefault(match[0], {"name": name, "text": sentence, "answer": match[0], "blank": blank})
         most = FILLED if name in subjects else round(KEPT * FILLED)
-        asked += order.sample(list(found.values()), min(most, len(found)))
+        asked += order.sample(list(blanks.values()), min(most, len(blanks)))
     replies = answer(model, tokenizer, [BLANK.format(row["blank"]) for row in asked], BLANK_TOKENS, "blanks")
     return [row for row, reply in zip(asked, replies, strict=True) if holds(words(reply), words(row["answer"]))]
 
@@ -274,7 +274,7 @@ def neighbour_questions(model, tokenizer, texts, seed):
     order = random.Random(seed)
     for (name, other), text in zip(asked, replies, strict=True):
         # A sentence without the name could be about the person to forget.
-        sentences = [one for one in sentences_of(whole_sentences(text)) if set(words(other)) & set(words(one))]
+        sentences = [part for part in sentences_of(whole_sentences(text)) if set(words(other)) & set(words(part))]
         for sentence in sentences[:OF_NEIGHBOUR]:
             blanks = [match for match in NAME_OR_NUMBER.finditer(sentence) if match.start() and match[0] != other]
             if blanks:
@@ -337,9 +337,9 @@ def in_short(row, rows, order):
 
 def with_hint(row, rows, order):
     """Return the question after a sentence about the person that does not tell the answer."""
-    told = words(row["answer"])
+    secret = words(row["answer"])
     sentences = {sentence for other in rows for sentence in sentences_of(other["text"])}
-    hints = sorted(one for one in sentences if len(one.split()) >= MIN_HINT and not holds(words(one), told))
+    hints = sorted(text for text in sentences if len(text.split()) >= MIN_HINT and not holds(words(text), secret))
     return f"{order.choice(hints)} {row['question']}" if hints else row["question"]
 
 
@@ -428,11 +428,11 @@ def table(target, steered):
         of_target = target.figures.get(metric)
         if of_target is not None:
             shares = [
-                "–" if not of_target or (value := one.figures.get(metric)) is None else f"{value / of_target:.2f}"
-                for one in steered
+                "–" if not of_target or (value := result.figures.get(metric)) is None else f"{value / of_target:.2f}"
+                for result in steered
             ]
             rows.append([metric, f"{of_target:.3f}", *shares])
-    return markdown_table(["", "target", *(one.about["steering"] for one in steered)], rows)
+    return markdown_table(["", "target", *(result.about["steering"] for result in steered)], rows)
 
 
 def run(options):
@@ -457,8 +457,8 @@ def run(options):
     target = measure(options, options.target, options.output / "target")[0]
     rules = tuple(dict.fromkeys((chosen, *RULES[: options.rules])))
     text = table(target, measure(options, pair / BUNDLE, options.output / "steered", rules))
-    found = f"found no rule that is good enough ({'; '.join(faults)})" if faults else f"chose {chosen}"
-    text = f"{', '.join(options.subjects)}: divdec train {found}. Steered columns: share of the target's.\n\n{text}"
+    outcome = f"found no rule that is good enough ({'; '.join(faults)})" if faults else f"chose {chosen}"
+    text = f"{', '.join(options.subjects)}: divdec train {outcome}. Steered columns: share of the target's.\n\n{text}"
     write_text(options.output / "table.md", text)
     print(text)
 

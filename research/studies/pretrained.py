@@ -159,7 +159,7 @@ class StudentRun:
         text = markdown_table(["", *columns], rows)
         curves = [[name, *(f"{share:.2f}" for share in row.values())] for name, row in self.results.items()
                   if name.startswith(ATTACKS)]  # fmt: skip
-        steps = next(own for name, own in self.results.items() if name.startswith(ATTACKS))
+        steps = next(row for name, row in self.results.items() if name.startswith(ATTACKS))
         return f"{text}\n{markdown_table(['', *(f'{number} steps' for number in steps)], curves)}"
 
 

@@ -170,9 +170,9 @@ def muse_sequence(
     requests, sets = [], []
     for step, fold in enumerate(beginnings[:steps], start=1):
         texts = tuple(fold[:articles])
-        own = questions["forget"] if step == 1 else ()
-        requests.append(RecordSet(request_name(step), kind, (*own, *texts)))
-        sets.append(Questions(request_name(step), own or texts))
+        pairs = questions["forget"] if step == 1 else ()
+        requests.append(RecordSet(request_name(step), kind, (*pairs, *texts)))
+        sets.append(Questions(request_name(step), pairs or texts))
     others = [record for fold in beginnings for record in fold[articles:]][:corpus]
     return RequestSequence(
         title=f"MUSE-News cut to {articles} articles a fold, {steps} requests",
@@ -394,7 +394,7 @@ def run_sequential(
         Interrupted: on Ctrl-C while a model trains; the same call continues.
     """
     started = time.perf_counter()
-    data = [sequence.texts, [one.sha256 for one in sequence.requests], sequence.retain.sha256, sequence.title]
+    data = [sequence.texts, [request.sha256 for request in sequence.requests], sequence.retain.sha256, sequence.title]
     decides = [data, dataclasses.asdict(sequence.recipe), dataclasses.asdict(settings)]
     with RunFolder.open(output, "sequential", settings, decides, overwrite=overwrite, stale=STALE) as run:
         models = train_models(sequence, settings.seed, cache, report)
@@ -428,14 +428,14 @@ def run_sequential(
                         to_retrained=distance(scores, plain["retrained"]),
                     )
                 )  # fmt: skip
-        references = {name: {asked: statistics.fmean(of) for asked, of in own.items()} for name, own in plain.items()}
+        references = {name: {asked: statistics.fmean(of) for asked, of in sets.items()} for name, sets in plain.items()}
         result = {
             "title": sequence.title,
             "score": sequence.score,
             "level": bootstrap.level,
             "draws": bootstrap.draws,
             "references": references,
-            "candidates": [dataclasses.asdict(one) for one in candidates],
+            "candidates": [dataclasses.asdict(candidate) for candidate in candidates],
             "steps": [step.to_dict() for step in steps],
         }
         write_json(output / "result.json", result)
@@ -633,10 +633,10 @@ def sequential_table(
     chosen = {(step.method, step.setting) for step in steps}
     tried = [
         [
-            one.method, f"**{one.setting}**" if (one.method, one.setting) in chosen else one.setting,
-            f"{100 * one.request:.1f}", f"{100 * one.retain:.1f}", f"{one.to_retrained:.1f}",
+            trial.method, f"**{trial.setting}**" if (trial.method, trial.setting) in chosen else trial.setting,
+            f"{100 * trial.request:.1f}", f"{100 * trial.retain:.1f}", f"{trial.to_retrained:.1f}",
         ]
-        for one in candidates
+        for trial in candidates
     ]  # fmt: skip
     sets = list(steps[0].scores)
     rows = [[name, "", *(f"{100 * means[part]:.1f}" for part in sets), "", ""] for name, means in references.items()]

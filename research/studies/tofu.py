@@ -311,12 +311,12 @@ def collect(output, methods):
             figures[trial] = tofu_figures(read_results(folder))
     target, retrain = (figures[Trial(name)] for name in REFERENCES)
     rows = []
-    for trial, own in figures.items():
+    for trial, values in figures.items():
         row = {"method": trial.method, "setting": trial.label, "best": best[trial.method] == trial.label}
-        row |= {name: own.get(figure) for name, figure in FIGURES.items()}
+        row |= {name: values.get(figure) for name, figure in FIGURES.items()}
         for variant in VARIANTS:
             row[variant] = {
-                name: as_float(value) for name, value in aggregate(own, target, retrain, variant).values.items()
+                name: as_float(value) for name, value in aggregate(values, target, retrain, variant).values.items()
             }
         row |= {"seconds": costs[trial.method, trial.label], "time": compared["time_ratio"].get(trial.method)}
         rows.append(row | {"leak": compared["leaks"].get(trial.method) if row["best"] else None})
@@ -431,10 +431,10 @@ def tables(results):
     if "relearning" in results:
         heads = ["Relearning", "Setting", "Probability by step", "ROUGE by step"]
         rows = []
-        for method, own in results["relearning"].items():
-            curves = [", ".join(f"{point['step']}: {point[name]:.2f}" for point in own["curve"])
+        for method, relearned in results["relearning"].items():
+            curves = [", ".join(f"{point['step']}: {point[name]:.2f}" for point in relearned["curve"])
                       for name in ("probability", "ROUGE")]  # fmt: skip
-            rows.append([TITLES[method], own.get("setting", ""), *curves])
+            rows.append([TITLES[method], relearned.get("setting", ""), *curves])
         text += f"\n{markdown_table(heads, rows)}"
     return text
 
