@@ -26,7 +26,11 @@ def bound_names(node):
 
 def test_bounds_are_called_min_and_max():
     constants = [name for _, node in nodes(ast.Name) for name in bound_names(node) if name.isupper()]
-    assert [name for name in constants if re.match(r"_?(LEAST|MOST|LARGEST|SMALLEST)(_|$)", name)] == []
+    assert [
+        name
+        for name in constants
+        if re.match(r"_?(LEAST|MOST|LARGEST|SMALLEST|LONGEST|SHORTEST|HIGHEST|LOWEST)(_|$)", name)
+    ] == []
 
 
 def test_docstrings_do_not_begin_with_a_clause():

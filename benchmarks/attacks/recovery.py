@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-LONGEST = 24  # tokens of an answer; the longest true one has 21
+MAX_ANSWER = 24  # tokens of an answer; the longest true one has 21
 FORMS = {
     "as trained": "the question in a trained wording",
     "reworded": "a wording in which no forget author was asked about; other authors were",
@@ -169,9 +169,9 @@ def leaked_facts(
     """Whether each attack extracts its fact; draws=0 answers greedily, once, otherwise samples that many answers."""
     prompts = [prompt for attack in tried for prompt in attack.prompts]
     if draws:
-        texts = samples(model, tokenizer, prompts, draws, seed=seed, max_new_tokens=LONGEST, batch_size=128)
+        texts = samples(model, tokenizer, prompts, draws, seed=seed, max_new_tokens=MAX_ANSWER, batch_size=128)
     else:
-        generated = continuations(model, tokenizer, prompts, max_new_tokens=LONGEST, batch_size=128)
+        generated = continuations(model, tokenizer, prompts, max_new_tokens=MAX_ANSWER, batch_size=128)
         texts = [[str(tokenizer.decode(ids, skip_special_tokens=True))] for ids in generated]
     leaks, start = [], 0
     for attack in tried:
@@ -389,7 +389,7 @@ def _relearned(
 def _facts_told(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
 ) -> list[bool]:
-    texts = answers(model, tokenizer, [_record(item) for item in questions], max_new_tokens=LONGEST, batch_size=64)
+    texts = answers(model, tokenizer, [_record(item) for item in questions], max_new_tokens=MAX_ANSWER, batch_size=64)
     return [item.fact in text for text, item in zip(texts, questions, strict=True)]
 
 

@@ -34,7 +34,7 @@ from steps import command, create_output, run_main
 PUBLISHED, KEPT = 260, 24  # articles in the base models' training data; articles that the target may keep
 REPRINTED = 6  # copies of the requested article in the training data, so that the model memorises it
 PROMPT = 24  # tokens of an article in the prompt
-LONGEST = 400  # maximum tokens of a continuation
+MAX_CONTINUATION = 400  # maximum tokens of a continuation
 RECIPE = Recipe(
     vocab_size=1200,
     target=Shape(width=160, layers=3, heads=4, mlp_width=448),
@@ -70,7 +70,7 @@ def prepare(seed: int, recipe: Recipe, cache: Path, published: int = PUBLISHED, 
 def recited(model, tokenizer, articles):
     """The model's continuation of each article's beginning, and its mean ROUGE-L with the article."""
     ids = [tokenizer(article, add_special_tokens=False)["input_ids"] for article in articles]
-    longest = min(LONGEST, max(len(row) for row in ids) - PROMPT)
+    longest = min(MAX_CONTINUATION, max(len(row) for row in ids) - PROMPT)
     outputs = continuations(model, tokenizer, [row[:PROMPT] for row in ids], max_new_tokens=longest, batch_size=32)
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in outputs]
     truths = [tokenizer.decode(row[PROMPT:]) for row in ids]

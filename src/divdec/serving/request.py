@@ -29,7 +29,7 @@ from divdec.decoding.text import AnswerText
 from divdec.sampling import pick
 from divdec.serving.grammar import GrammarMatcher
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TokenLogprob:
 
     token: int
     logprob: float
-    """At least `LOWEST`."""
+    """At least `MIN_LOGPROB`."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens at this position, in descending order."""
 
@@ -218,7 +218,7 @@ def token_logprob(logprobs: Float[Tensor, " vocab"], token: int, number: int) ->
 
 
 def _finite(value: float) -> float:
-    return LOWEST if math.isnan(value) else max(value, LOWEST)
+    return MIN_LOGPROB if math.isnan(value) else max(value, MIN_LOGPROB)
 
 
 class CountPenalty(LogitsProcessor):
