@@ -44,7 +44,7 @@ def bundle(
           --forget-auxiliary models/p --steering linear:1.5 --output bundle
 
     Args:
-        target: The model to steer: a folder or hub id, '@revision' allowed.
+        target: The model to steer: a folder, GGUF file or hub id, '@revision' allowed.
         output: Folder for the bundle.
         retain_auxiliary: q, the auxiliary trained without the forget set: a checkpoint or LoRA adapter, as a folder or
             hub id.

@@ -32,8 +32,8 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
 
     Args:
         registry: The registry's folder.
-        target: The model to steer: a folder or hub id. Requests are measured on it.
-        retain: Texts similar to those that the model may repeat: a .jsonl, .json or .txt file, or a folder.
+        target: The model to steer: a folder, GGUF file or hub id. Requests are measured on it.
+        retain: Texts that the model may repeat: a .jsonl, .json or .txt file, or a folder.
         order: Maximum n-gram length, 2 to 5. Longer n-grams affect other text less.
         printing: format of the result.
     """
@@ -210,8 +210,8 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
     if entries:
         weakest = max(differences, key=lambda name: differences[name])
         lines += [
-            f"in force: {len(entries)}, at strength {strength:g}; at their own n-grams q scores less than p by "
-            f"{-differences[weakest]:.2f} or more on average (1: only p knows them; least: {weakest})",
+            f"in force: {len(entries)}, at strength {strength:g}; weakest: {weakest}, whose n-grams q scores "
+            f"{-differences[weakest]:.2f} lower than p on average (1.00: only p has them)",
             f"measured on the target when added, with nothing recited any more: {len(shown)}; with nothing recited "
             f"before either: {len(measured) - len(shown)}; not measured: {len(entries) - len(measured)}. The target "
             "was not asked now",

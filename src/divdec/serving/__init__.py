@@ -45,7 +45,7 @@ class ServeSettings:
     something: answer, refuse (send --refusal instead), or note (mark the reply in the response; with --logprobs full,
     add the share)."""
     suppressed_share: Annotated[float, RARE] = 0.2
-    """Share of probability that counts as much, at the token of the reply where steering took most."""
+    """Mark a reply if steering took at least this share of the probability at one of its tokens."""
     refusal: Annotated[str, RARE] = "I cannot answer that."
     """Text that replaces a refused reply."""
     chat_template_kwargs: Annotated[str | None, RARE] = None

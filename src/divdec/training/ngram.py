@@ -22,7 +22,7 @@ class NgramSettings(OutputFolder):
     forget: str
     """Forget set, in the same formats."""
     target: str
-    """The model to steer, for its tokenizer and vocabulary: a folder or hub id."""
+    """The model to steer, for its tokenizer and vocabulary: a folder, GGUF file or hub id."""
     order: int = 3
     """Maximum n-gram length, 2 to 5."""
     forget_counts: Literal["forget", "both"] = "forget"

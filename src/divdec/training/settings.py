@@ -47,7 +47,7 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """How the two auxiliaries are trained from a base checkpoint."""
 
     base: str
-    """Checkpoint that both auxiliaries start from: a folder or hub id, '@revision' allowed."""
+    """Checkpoint that both auxiliaries start from: a folder, GGUF file or hub id, '@revision' allowed."""
     target: str | None = None
     """The model to steer. Without it only the auxiliaries are trained and no bundle is written."""
     recipe: Literal["matched", "refusal", "full-retain", "forget-retain"] = "matched"
