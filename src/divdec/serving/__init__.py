@@ -100,8 +100,8 @@ class ServeSettings:
         key = self.api_key
         if key is not None and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
             raise UsageError(
-                f"the API key has {len(key)} characters; accepted: at least {MIN_KEY_LENGTH} printable ASCII characters "
-                "without spaces (such as `openssl rand -hex 24` prints)"
+                f"the API key has {len(key)} characters; accepted: at least {MIN_KEY_LENGTH} printable ASCII "
+                "characters without spaces (such as `openssl rand -hex 24` prints)"
             )
         if self.ssl_keyfile and not self.ssl_certfile:
             raise UsageError("--ssl-keyfile needs --ssl-certfile")

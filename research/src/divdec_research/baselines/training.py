@@ -30,13 +30,7 @@ from divdec_research.stages import train_once
 
 
 def _baseline_card(title: str, source: str, rows: dict[str, str]) -> str:
-    """Return the model card of a baseline.
-
-    Args:
-        title: name of the method in the paper's table.
-        source: its paper.
-        rows: facts about target, data and settings.
-    """
+    """Return the model card of a baseline by its title in the paper's table, its source, and rows of facts."""
     text = (
         "Made with divdec, to be compared with Divergence Decoding: an unlearning method was applied to a target that\n"
         f"had learned a forget set. Whether it has forgotten has to be measured.\n\nMethod: {source}"
@@ -89,9 +83,14 @@ def train_helper(
     load: Callable[[Path], PreTrainedModel] = load_for_training,
     objective: Objective | None = None,
 ) -> tuple[Path, float]:
-    """Fine-tune a helper on examples from the checkpoint `start`, unless the job's work folder holds it.
+    """Fine-tune a helper, unless the job's work folder holds it.
 
     Args:
+        job: the job.
+        name: name of the helper's folder and progress bar.
+        start: checkpoint of the initial weights.
+        examples: training examples.
+        settings: training settings.
         key: further JSON values that determine the weights: the objective and its weights.
         load: loads the model of `start`.
         objective: the loss of a batch with retain sequences; by default the cross entropy of the examples.

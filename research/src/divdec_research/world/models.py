@@ -168,7 +168,7 @@ class StageCache:
     """Creates a model with random weights."""
 
     def run(self, name: str, start: Shape | Path, examples: Sequence[Example], settings: TrainingSettings) -> Path:
-        """Train a stage from random weights or an earlier stage, unless it is cached; return the checkpoint's folder."""
+        """Train a stage from random weights or an earlier one, unless it is cached; return the checkpoint's folder."""
         settings = dataclasses.replace(settings, seed=self.seed)
         origin = dataclasses.asdict(start) if isinstance(start, Shape) else start.name
         tokens = [[example.input_ids, example.labels] for example in examples]
