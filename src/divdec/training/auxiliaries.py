@@ -339,7 +339,7 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     learned = held_out = retain
     if target is not None and measure:
         learned, held_out = hold_out(retain, HELD_OUT)
-        if learned is held_out:
+        if len(learned) == len(retain):
             report(
                 f"the retain set has fewer than {HELD_OUT} facts: it is measured on those that p and q are trained on"
             )
