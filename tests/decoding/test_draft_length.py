@@ -1,23 +1,40 @@
-"""The number of drafted tokens follows what gives most tokens a second."""
+"""Drafts end where another token costs more than it is likely to gain."""
 
 import numpy as np
 import pytest
+import torch
 
-from divdec.decoding.statistics import DraftLengthController
+from divdec.decoding.statistics import FIRST_CHANCE, MAX_CHANCE, DraftController
+
+LARGEST = 8
 
 
-def settled(acceptance, seconds, largest=8, passes=200, seed=0):
-    """What is chosen most often in the end, with noise on every measurement."""
-    controller, chosen = DraftLengthController(largest), []
-    generator = np.random.default_rng(seed)
-    for _ in range(passes):
-        drafted = controller.choose()
-        chosen.append(drafted)
-        judged = generator.random(drafted + 1) < acceptance
-        accepted = int(np.cumprod(judged).sum())
-        noise = 1 + 0.3 * generator.random()
-        controller.record(drafted, accepted, min(accepted + 1, drafted + 1), seconds(drafted) * noise)
-    return np.bincount(chosen[-50:]).argmax()
+class Machine:
+    """Texts whose tokens a drafter knows with different certainty, and the time of a step."""
+
+    def __init__(self, acceptance, seconds, calibrated=True, seed=0):
+        self.generator = np.random.default_rng(seed)
+        self.acceptance, self.seconds, self.calibrated = acceptance, seconds, calibrated
+
+    def rate(self, fixed=None, steps=400):
+        """Tokens a second of the second half, with drafts of a fixed length or as the controller decides."""
+        controller, rates = DraftController(), []
+        for _ in range(steps):
+            controller.start()
+            chances = self.generator.choice(self.acceptance, LARGEST + 1)
+            judged = self.generator.random(LARGEST + 1) < chances
+            size = 1
+            for chance in chances[:LARGEST]:
+                shown = torch.tensor([chance if self.calibrated else 0.9])
+                if (fixed is None and not controller.wants_more(shown)) or size == fixed:
+                    break
+                size += 1
+            grown = int(np.cumprod(judged[: size - 1]).sum()) + 1
+            seconds = self.seconds(size - 1) * (1 + 0.3 * self.generator.random())
+            controller.record([judged[:size].tolist()], [grown], seconds)
+            rates.append((grown, seconds))
+        tokens, seconds = np.sum(rates[steps // 2 :], axis=0)
+        return tokens / seconds
 
 
 def stepped(drafted):
@@ -25,20 +42,54 @@ def stepped(drafted):
     return (1.0 if drafted <= 2 else 2.0) + 0.1 * (drafted + 1)
 
 
-def best(acceptance, seconds, largest=8):
-    rates = [sum(acceptance**n for n in range(d + 1)) / seconds(d) for d in range(largest + 1)]
-    return rates, int(np.argmax(rates))
+CHEAP, DEAR = (lambda drafted: 1 + 0.05 * drafted), (lambda drafted: 1 + 0.9 * drafted)
 
 
-@pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.8, 0.97])
-@pytest.mark.parametrize("seconds", [stepped, lambda drafted: 1 + 0.05 * drafted, lambda drafted: 1 + 0.9 * drafted])
-def test_chosen_draft_length_is_near_optimal(acceptance, seconds):
-    rates, _ = best(acceptance, seconds)
-    found = [rates[settled(acceptance, seconds, seed=seed)] for seed in range(5)]
-    assert np.median(found) > 0.85 * max(rates)
+@pytest.mark.parametrize("acceptance", [[0.02], [0.5], [0.97], [0.3, 0.99], [0.05, 0.6, 0.95]])
+@pytest.mark.parametrize("seconds", [stepped, CHEAP, DEAR])
+def test_drafts_are_nearly_as_fast_as_those_of_the_best_fixed_length(acceptance, seconds):
+    found = np.median([Machine(acceptance, seconds, seed=seed).rate() for seed in range(5)])
+    fixed = [
+        np.median([Machine(acceptance, seconds, seed=seed).rate(size) for seed in range(5)]) for size in range(1, 10)
+    ]
+    assert found > 0.85 * max(fixed)
 
 
-def test_no_tokens_are_drafted_at_zero_acceptance():
-    assert settled(0.0, lambda drafted: 1 + 0.2 * drafted) == 0
-    assert settled(1.0, lambda drafted: 1 + 0.05 * drafted) == 8
-    assert DraftLengthController(0).choose() == 0
+def test_uncertain_tokens_end_drafts_where_lengths_cannot():
+    machine = [0.05, 0.99], lambda drafted: 1 + 0.3 * drafted
+    fixed = max(Machine(*machine).rate(size) for size in range(1, 10))
+    assert Machine(*machine).rate() > 1.05 * fixed
+
+
+def test_an_overconfident_drafter_drafts_nothing():
+    """Its drafts are taken as seriously as they were right before."""
+    plain = Machine([0.02], DEAR, calibrated=False).rate(1)
+    assert Machine([0.02], DEAR, calibrated=False).rate() > 0.95 * plain
+
+
+def test_the_first_draft_ends_by_its_probability_alone():
+    controller = DraftController()
+    assert controller.least_chance == FIRST_CHANCE
+    assert controller.wants_more(torch.tensor([0.9]))
+    assert not controller.wants_more(torch.tensor([FIRST_CHANCE]))
+
+
+def test_dear_tokens_are_drafted_where_they_are_certain():
+    """Otherwise their time would never be measured again."""
+    controller = DraftController()
+    for drafted in (0, 1) * 20:
+        controller.start()
+        controller.record([[True] * (drafted + 1)], [drafted + 1], 1.0 + 9 * drafted)
+    assert controller.least_chance == MAX_CHANCE
+    controller.start()
+    assert controller.wants_more(torch.tensor([0.99]))
+
+
+def test_drafts_are_tried_again_after_many_steps_without_any():
+    controller = DraftController()
+    for _ in range(20_000):
+        controller.start()
+        assert not controller.wants_more(torch.tensor([0.0]))
+        controller.record([[False]], [1], 1.0)
+    controller.start()
+    assert controller.wants_more(torch.tensor([1.0]))

@@ -54,6 +54,10 @@ class Block:
         """Return the attention mask up to the input of a step."""
         return None if self.mask is None else self.mask[:, : self.mask.shape[1] - self.size + step + 1]
 
+    def cut(self, size: int) -> None:
+        """Leave out the last columns."""
+        self.mask, self.positions, self.size = self.mask_until(size - 1), self.positions[:, :size], size
+
 
 class Sequences:
     """Token ids of every sequence: the prompt and the generated tokens.

@@ -31,6 +31,8 @@ Choose = Callable[[int, Float[Tensor, "rows 1 vocab"]], tuple[Int[Tensor, "rows 
 """Chooses a token from logits at a step of the block; returns it with the processed scores."""
 Draft = tuple[Int[Tensor, "rows block"], Float[Tensor, "rows block vocab"] | None]
 """Tokens, −1 for none, and the scores that they were drawn from; None if they were not drawn."""
+WantsMore = Callable[[Float[Tensor, " rows"]], bool]
+"""Whether to draft another token, given the probabilities of the newest ones."""
 
 
 class RetainDrafter:
@@ -45,7 +47,7 @@ class RetainDrafter:
         self._pair = pair
         self._cache_of = cache_of
 
-    def draft(self, batch: SpeculativeBatch, block: Block, choose: Choose) -> Draft:
+    def draft(self, batch: SpeculativeBatch, block: Block, choose: Choose, wants_more: WantsMore | None) -> Draft:
         """Draw each token of the block from q."""
         tokens, scores, token = [], [], block.last
         cache = self._cache_of(batch.cache.experts)
@@ -56,6 +58,8 @@ class RetainDrafter:
             token, score = choose(step, logits[..., : batch.model.vocab_size])
             tokens.append(token)
             scores.append(score)
+            if wants_more is not None and not wants_more(score[:, 0].softmax(dim=-1).amax(dim=-1)):
+                break
         return torch.cat(tokens, dim=1), torch.cat(scores, dim=1)
 
 
@@ -64,7 +68,7 @@ class LookupDrafter:
 
     name = "lookup"
 
-    def draft(self, batch: SpeculativeBatch, block: Block, choose: Choose) -> Draft:
+    def draft(self, batch: SpeculativeBatch, block: Block, choose: Choose, wants_more: WantsMore | None) -> Draft:
         """Continue each text, up to the first token without a known continuation."""
         texts = batch.texts()
         drafts = np.full((len(texts), block.size), NONE, dtype=np.int64)
@@ -75,7 +79,10 @@ class LookupDrafter:
                 if not 0 <= token < batch.model.vocab_size:
                     break
                 drafts[row, step] = extended[len(text) + step] = token
-        return torch.from_numpy(drafts).to(block.last.device), None
+        tokens = torch.from_numpy(drafts)
+        chances = tokens.ne(NONE).float().T if wants_more is not None else []
+        size = next((size for size, some in enumerate(chances, 1) if not wants_more(some)), block.size)
+        return tokens[:, :size].to(block.last.device), None
 
 
 def repeated(text: np.ndarray) -> int:

@@ -23,14 +23,14 @@ from divdec.decoding.batch import SpeculativeBatch
 from divdec.decoding.cache import holds_tokens
 from divdec.decoding.drafters import DRAFTERS, make_drafter
 from divdec.decoding.processors import check_processors
-from divdec.decoding.statistics import DraftLengthController, SpeculationStatistics
+from divdec.decoding.statistics import DraftController, SpeculationStatistics
 from divdec.errors import UsageError
 from divdec.passes import stateful_types
 from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
 _CHUNK = 64  # positions for which random numbers are drawn at a time
-_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftLengthController]] = weakref.WeakKeyDictionary()
+_CONTROLLERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], DraftController]] = weakref.WeakKeyDictionary()
 """Controllers by model, drafter and number of unfinished sequences: later calls start from what was measured."""
 
 
@@ -39,7 +39,7 @@ class Speculation:
     """Settings of `model.generate(…, speculative=…)`, which also takes True (the defaults) or γ alone."""
 
     gamma: int | None = None
-    """Number of drafted tokens γ; None adapts it to the measured acceptance rate and time."""
+    """Number of drafted tokens γ; None drafts as long as another token is likely to gain more than it costs."""
     drafter: str = "auto"
     """'retain' (q), 'lookup' (repetitions in the text), or 'auto': q if it has the target's tokens, else 'lookup'."""
     statistics: SpeculationStatistics | None = None
@@ -114,11 +114,13 @@ def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None =
 
         # Draft some tokens, and one column for the token that the steered model adds itself.
         # The time of a pass depends on the sequences in it.
-        controller = controllers.setdefault((drafter.name, len(rows)), DraftLengthController(MAX_DRAFT_LENGTH))
-        gamma = controller.choose() if speculation.gamma is None else speculation.gamma
-        block = batch.next_block(gamma + 1)
+        controller = controllers.setdefault((drafter.name, len(rows)), DraftController())
+        controller.start()
+        block = batch.next_block((speculation.gamma or MAX_DRAFT_LENGTH) + 1)
         batch.cache.activate_past_recording()  # sliding windows cannot be rolled back otherwise
-        drafts, draft_scores = drafter.draft(batch, block, choose)
+        wants_more = controller.wants_more if speculation.gamma is None else None
+        drafts, draft_scores = drafter.draft(batch, block, choose, wants_more)
+        block.cut(drafts.shape[1])
 
         # Verify: one pass over the newest token and all drafts but the last. A missing draft is read as token 0.
         read = drafts.clamp(min=0)
@@ -139,7 +141,7 @@ def decode(batch: SpeculativeBatch, speculation: Speculation, seed: int | None =
 
         # Count drafts up to the first rejected one, and none after an answer's end.
         right = [[*row[:number], False].index(False) for row, number in zip(accepted, grown, strict=True)]
-        controller.record(block.size - 1, sum(right), sum(grown), time.perf_counter() - started)
+        controller.record(accepted, grown, time.perf_counter() - started)
         if statistics is not None:
             statistics.count(block.size - 1, right, grown)
         yield

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
-DECAY = 0.9  # weight of earlier measurements at each new one
-MIN_TRIALS = 2  # measurements before a time is used
-OPTIMISM = 0.5  # assumed time of one more drafted token, as a share of the average
-PRIOR = (8.0, 10.0)  # accepted and offered tokens before the first measurement
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+DECAY = 0.95  # weight of earlier measurements at each new one
+PRIOR = 10.0  # accepted drafts, and the sum of their probabilities, before the first measurement
+MIN_CHANCE, FIRST_CHANCE, MAX_CHANCE = 0.1, 0.4, 0.9  # that a draft is accepted: bounds, and before times are known
+MIN_SPREAD = 1.0  # of draft lengths: squared number of steps times their variance
 
 
 @dataclasses.dataclass
@@ -66,67 +69,52 @@ class SpeculationStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
-        return {
-            "drafter": self.drafter,
-            "passes": self.passes,
-            "tokens": self.tokens,
-            "tokens_per_pass": self.tokens_per_pass,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_by_position": self.acceptance,
-        }
+        counts = {"drafter": self.drafter, "passes": self.passes, "tokens": self.tokens}
+        rates = {"tokens_per_pass": self.tokens_per_pass, "acceptance_rate": self.acceptance_rate}
+        return counts | rates | {"acceptance_by_position": self.acceptance}
 
 
-class DraftLengthController:
-    """Chooses the number of drafted tokens γ that gives most tokens a second, from measured acceptance and times.
+class DraftController:
+    """Decides, after each drafted token, whether another one is likely to gain more than it costs.
 
-    γ affects the speed of an answer alone. The time of a γ that has not been tried is an optimistic estimate.
+    It gains a token if all before it are accepted, and costs what decoding gives in the time that it adds to a step.
+    Drafts affect the speed of an answer alone.
     """
 
-    def __init__(self, largest: int) -> None:
-        self.largest = largest
-        self._seconds: dict[int, tuple[float, int]] = {}
-        self._accepted, self._offered = PRIOR
+    def __init__(self) -> None:
+        self._accepted = self._expected = PRIOR
+        self._steps = np.zeros(6)
+        """Decayed sums over steps: 1, drafted tokens d, d², seconds, d · seconds, generated tokens of a sequence."""
+        self.start()
+
+    def start(self) -> None:
+        """Start a draft."""
+        self._chances: list[list[float]] = []  # by column and sequence
+        self._reached: Any = 1.0
+
+    def wants_more(self, chances: Float[Tensor, " rows"]) -> bool:
+        """Whether to draft another token, given the probability of each sequence's newest; 0 if there is none."""
+        self._chances.append(chances.tolist())
+        self._reached = self._reached * (chances * self._accepted / self._expected).clamp(max=1)
+        return float(self._reached.mean()) >= self.least_chance
 
     @property
-    def acceptance(self) -> float:
-        """Recent acceptance rate, at most 0.999."""
-        return min(self._accepted / self._offered, 0.999)
+    def least_chance(self) -> float:
+        """Least mean probability that a draft is accepted, for another token to be worth its time."""
+        steps, drafted, squares, seconds, products, tokens = self._steps
+        spread = steps * squares - drafted**2
+        if spread < MIN_SPREAD:
+            return FIRST_CHANCE
+        slope = (steps * products - drafted * seconds) / spread  # seconds that a drafted token adds
+        return float(np.clip(slope * tokens / seconds, MIN_CHANCE, MAX_CHANCE))
 
-    def choose(self) -> int:
-        """Return the number of tokens to draft, from 0."""
-        for few in range(min(2, self.largest + 1)):
-            if self._trials(few) < MIN_TRIALS:
-                return few
-        return max(range(self.largest + 1), key=self._rate)
-
-    def _rate(self, drafted: int) -> float:
-        """Expected tokens a second (Leviathan et al. 2023, eq. 1, divided by the time of a pass)."""
-        return (1 - self.acceptance ** (drafted + 1)) / (1 - self.acceptance) / self._time(drafted)
-
-    def _time(self, drafted: int) -> float:
-        measured, trials = self._seconds.get(drafted, (math.inf, 0))
-        if trials >= MIN_TRIALS:
-            return measured
-        tried = max(number for number in range(drafted) if self._trials(number))
-        longest, least = self._seconds[tried][0], self._seconds[0][0]
-        slope = max(longest - least, 0.0) / tried if tried else 0.0
-        return min(measured, longest + OPTIMISM * slope * (drafted - tried))
-
-    def _trials(self, drafted: int) -> int:
-        return self._seconds.get(drafted, (0.0, 0))[1]
-
-    def record(self, drafted: int, accepted: int, offered: int, seconds: float) -> None:
-        """Update the measurements after one pass.
-
-        Args:
-            drafted: number of drafted tokens per sequence.
-            accepted: number of accepted drafts, over all sequences.
-            offered: number of verified drafts.
-            seconds: time of the whole step.
-        """
-        self._accepted = DECAY * self._accepted + accepted
-        self._offered = DECAY * self._offered + offered
-        measured, trials = self._seconds.get(drafted, (seconds, 0))
-        # Other work on the machine makes single measurements longer, never shorter.
-        weight = DECAY if seconds > measured else 0.5
-        self._seconds[drafted] = (weight * measured + (1 - weight) * seconds, trials + 1)
+    def record(self, accepted: Sequence[Sequence[bool]], grown: Sequence[int], seconds: float) -> None:
+        """Update the measurements after a step: by sequence, which drafts were accepted, and the generated tokens."""
+        # Towards 1, and never 0 where nothing is drafted for long.
+        self._accepted, self._expected = (DECAY * value + 1 - DECAY for value in (self._accepted, self._expected))
+        for row, number in enumerate(grown):
+            for column, chances in enumerate(self._chances[:number]):
+                self._accepted += accepted[row][column]
+                self._expected += chances[row]
+        drafted, tokens = len(accepted[0]) - 1, sum(grown) / len(grown)
+        self._steps = DECAY * self._steps + [1, drafted, drafted**2, seconds, drafted * seconds, tokens]
