@@ -7,9 +7,12 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, TextStreamer
 
 from divdec import DivergenceForCausalLM, Experts, Steering, UsageError
+from divdec.decoding.processors import SteeredProcessors
+from divdec.errors import FailedClosed
 from divdec.passes import check_part
 from support import reference
 from support.exactness import assert_close, assert_same_answer
@@ -182,6 +185,29 @@ def test_assisted_decoding_rejects_reused_cache(steered, options):
     cache = steered.new_cache()
     options = options | {"do_sample": False, "eos_token_id": None, "max_new_tokens": 2}
     assert torch.equal(steered.generate(ids, past_key_values=cache, **options), kept.sequences)
+
+
+def test_a_cache_without_use_cache_is_refused(steered):
+    """transformers would place the second token after a given cache where the first is."""
+    ids = torch.tensor([PROMPTS[0]])
+    kept = steered.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+    with pytest.raises(UsageError, match="leave use_cache on"):
+        steered.generate(kept.sequences, past_key_values=kept.past_key_values, max_new_tokens=2, use_cache=False)
+
+
+def test_beams_that_end_in_a_suppressed_token_are_no_way_on():
+    """The search fills its beams with impossible tokens where too few are possible."""
+    no, rows = -torch.inf, torch.tensor([[5], [5]])
+    for alive in (True, False):
+        processors = SteeredProcessors([transformers.TemperatureLogitsWarper(2.0)], 1, num_beams=2)
+        processors(rows, torch.tensor([[0.0, no, no], [0.0, no, no]]))
+        longer = torch.cat([rows, torch.tensor([[0], [1]])], dim=1)  # the second beam ends in an excluded token
+        scores = torch.tensor([[no, 0.0 if alive else no, no], [0.0, 0.0, no]])
+        if alive:
+            assert processors(longer, scores).tolist() == [[no, 0.0, no], [no, no, no]]
+        else:
+            with pytest.raises(FailedClosed, match="no token can be chosen"):
+                processors(longer, scores)
 
 
 def test_streamer_and_stop_strings(steered, tokenizer):

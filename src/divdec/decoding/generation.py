@@ -233,23 +233,19 @@ class SteeredGeneration(GenerationMixin):
                 f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
                 "model; accepted: 'dynamic'"
             )
-        if model_kwargs.get("past_key_values") is not None:
-            cache = self._own_cache(model_kwargs["past_key_values"])
+        given = model_kwargs.get("past_key_values")
+        if generation_config.use_cache is False and (given is not None or self.takedowns is not None):
+            # transformers would read the text after a given cache at wrong positions.
+            raise UsageError("leave use_cache on: a cache is given, or keeps what an answer needs of a registry")
+        if given is not None:
+            cache = self._own_cache(given)
             assert cache is not None
             if generation_mode == GenerationMode.ASSISTED_GENERATION and cache.check_length():
                 # transformers would pass the cached tokens to the model again.
-                raise UsageError(
-                    "assisted decoding and prompt lookup cannot go on from a kept cache: leave past_key_values out, "
-                    "or use speculative=True"
-                )
+                drafts = "assisted decoding and prompt lookup"
+                raise UsageError(f"{drafts} cannot go on from a kept cache: leave it out, or use speculative=True")
             self.follow_registry(cache)
-        elif generation_config.use_cache is False:
-            if self.takedowns is not None:
-                raise UsageError(
-                    "this model follows a registry of takedown requests, whose state an answer keeps in its cache: "
-                    "leave use_cache on"
-                )
-        else:
+        elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = cache = self.new_cache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()

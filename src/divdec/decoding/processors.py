@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
@@ -76,6 +76,7 @@ class SteeredProcessors(LogitsProcessorList):
         """
         super().__init__(map(ClassifierFreeGuidance.of, processors))
         self._prompt_length, self._ends, self._num_beams = prompt_length, ends, num_beams
+        self._before: tuple[Tensor, Tensor] | None = None  # the last rows, and which tokens could follow them
 
     def __call__(
         self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"], **kwargs: Any
@@ -89,6 +90,9 @@ class SteeredProcessors(LogitsProcessorList):
             return scores
         suppressed = scores == -torch.inf
         processed = keep_suppressed(super().__call__(input_ids, scores, **kwargs), suppressed)  # pyright: ignore[reportArgumentType]
+        if self._num_beams > 1:
+            processed = processed.masked_fill(self._impossible(input_ids)[:, None], -torch.inf)
+            self._before = input_ids, processed > -torch.inf
         largest = processed.amax(dim=-1)  # NaN where any is
         goes_on = largest > -torch.inf
         if self._ends is not None:
@@ -96,6 +100,14 @@ class SteeredProcessors(LogitsProcessorList):
             goes_on = goes_on | ended.to(goes_on.device)
         check((largest < torch.inf).all() & goes_on.view(-1, self._num_beams).any(dim=-1).all(), NO_TOKEN)
         return processed
+
+    def _impossible(self, input_ids: Int[Tensor, "rows tokens"]) -> Bool[Tensor, " rows"]:
+        """Find beams that end in an excluded token: the search fills up with them where too few tokens are left."""
+        if self._before is None:
+            return torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
+        earlier, possible = self._before
+        continued = (input_ids[:, None, :-1] == earlier[None]).all(dim=-1)
+        return ~(continued & possible[:, input_ids[:, -1]].T).any(dim=-1)
 
 
 def keep_suppressed(scores: Tensor, suppressed: Tensor) -> Tensor:

@@ -49,19 +49,12 @@ class SpeculationStatistics:
         return sum(self.accepted) / sum(self.offered) if sum(self.offered) else 0.0
 
     def count(self, drafted: int, accepted: Sequence[int], grown: Sequence[int]) -> None:
-        """Add one pass.
-
-        Args:
-            drafted: number of drafted tokens per sequence.
-            accepted: number of accepted drafts of each sequence.
-            grown: number of generated tokens of each sequence.
-        """
+        """Add one pass: drafted tokens of a sequence, and by sequence the accepted drafts and the generated tokens."""
         self.passes += 1
         self.rows += len(accepted)
         self.tokens += sum(grown)
-        missing = drafted - len(self.offered)
-        self.offered += [0] * missing
-        self.accepted += [0] * missing
+        self.offered += [0] * (drafted - len(self.offered))
+        self.accepted += [0] * (drafted - len(self.accepted))
         for right, number in zip(accepted, grown, strict=True):
             for position in range(min(number, drafted)):
                 self.offered[position] += 1
