@@ -43,7 +43,7 @@ ATTACKS = (
 )
 # The target was attacked with an earlier pair for the same facts.
 ATTACKED_TARGET = "real_pair/capitals-0-lora-options-attacks.json"
-ATTACKED_PAIR = "real_pair/capitals-0-lora-attacks.json"
+ATTACKED_PAIR = "real_pair/capitals-0-lora-earlier-attacks.json"
 AGGREGATES = (
     "{openunlearning[agg]:.2f} ({openunlearning[mem]:.2f}/{openunlearning[priv]:.2f}/{openunlearning[utility]:.2f})"
 )
@@ -57,7 +57,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "facts": (
         "| facts forgotten | " + ANSWERS_HEAD,
         [
-            (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1.5:1.6"),
+            (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1.5:4.1"),
             (FORGOTTEN + "symbols of chemical elements | " + ANSWERS, *SYMBOLS, "linear:1.5:1.1"),
             (FORGOTTEN + "authors of books | " + ANSWERS, *AUTHORS, "linear:1.5:4"),
         ],
@@ -65,8 +65,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "real-pair": (
         "| pair | rule | " + ANSWERS_HEAD,
         [
-            ("| LoRA | **{rule}** | " + ANSWERS, *CAPITALS, "linear:1.5:1.6"),
-            ("| | {rule} | " + ANSWERS, *CAPITALS, "rank:400:3"),
+            ("| LoRA | **{rule}** | " + ANSWERS, *CAPITALS, "linear:1.5:4.1"),
+            ("| | {rule} | " + ANSWERS, *CAPITALS, "rank:20:3"),
             ("| all weights | {rule} | " + ANSWERS, *ALL_WEIGHTS, "linear:1.5:3"),
             ("| | {rule} | " + ANSWERS, *ALL_WEIGHTS, "rank:20:3"),
         ],

@@ -162,6 +162,9 @@ def _draw_generation(chance, case):
     if "return_dict_in_generate" not in case.options:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             case.options.pop(name, None)
+    ends = case.options.get("eos_token_id") or []
+    if PAD in (ends if isinstance(ends, list) else [ends]) or case.options.get("pad_token_id", PAD) != PAD:
+        case.padding = "left" if case.padding == "inferred" else case.padding  # transformers takes padding for text
     case.given_as = chance.choices(("arguments", "config", "default"), (70, 20, 10))[0]
     case.prefix = chance.random() < 0.06
     case.processor = chance.random() < 0.06
