@@ -236,7 +236,7 @@ class SteeredGeneration(GenerationMixin):
         given = model_kwargs.get("past_key_values")
         if generation_config.use_cache is False and (given is not None or self.takedowns is not None):
             # transformers would read the text after a given cache at wrong positions.
-            raise UsageError("leave use_cache on: a cache is given, or keeps what an answer needs of a registry")
+            raise UsageError("leave use_cache on: a cache is given, or holds the state of the takedown requests")
         if given is not None:
             cache = self._own_cache(given)
             assert cache is not None

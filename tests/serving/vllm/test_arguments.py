@@ -42,7 +42,7 @@ def test_large_batches_have_few_drafts(bundle, monkeypatch, accelerator, fewest)
     """Eight sequences are drafted for; above, none on a GPU and one token on a CPU."""
     monkeypatch.setattr(configuration.torch.accelerator, "is_available", lambda: accelerator)
     drafts = json.loads(options_of(engine_arguments(str(bundle), speculative=4))["--speculative-config"])
-    assert drafts["num_speculative_tokens_per_batch_size"] == [[1, 8, 4], [9, 9, fewest]]
+    assert drafts["num_speculative_tokens_per_batch_size"] == [[1, 1, 4], [2, 2, fewest]]
 
 
 @pytest.mark.vllm

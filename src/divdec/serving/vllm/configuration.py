@@ -45,7 +45,6 @@ MISSING = (
 OWN = {"model", "host", "port", "api-key", "speculative-config", "additional-config", "config", "tokenizer"}
 OWN |= {"served-model-name", "hf-overrides", "model-tag"}
 MAX_DRAFT = 16
-MAX_DRAFT_BATCH = 8  # sequences in a step; the target verifies the drafts of more in longer than they save
 MAX_LOOKUP = 4  # tokens of the text's end that vLLM searches for in the text to draft what followed them
 
 # Path of a setting in vLLM's configuration, the accepted values, and the command-line option.
@@ -380,8 +379,8 @@ def engine_arguments(
     Args:
         bundle: folder or hub id.
         name: name of the model for clients; by default the bundle's folder or hub id.
-        speculative: number of drafted tokens for up to `MAX_DRAFT_BATCH` sequences, above which vLLM drafts none (one
-            on a CPU); the drafter is the retain auxiliary, or repetitions in the text if the bundle has no neural pair.
+        speculative: number of drafted tokens for a sequence alone; beside others vLLM drafts none (one on a CPU). The
+            drafter is the retain auxiliary, or repetitions in the text if the bundle has no neural pair.
         registry: folder of a registry of takedown requests to follow; by default the bundle's.
         logprobs: 'off' or 'full', as for `divdec serve`; by default 'off' with a registry and 'full' without.
         verify: compare weights with the bundle's digests.
@@ -417,8 +416,8 @@ def engine_arguments(
             drafts = {"method": "draft_model", "model": str(parts.bundle.paths["retain_auxiliary"])}
         # On a CPU a request with top_k stops vLLM 0.32's sampler in a step without drafts.
         fewest = 0 if torch.accelerator.is_available() else 1
-        # vLLM uses the last range for larger batches too.
-        ranges = [[1, MAX_DRAFT_BATCH, speculative], [MAX_DRAFT_BATCH + 1, MAX_DRAFT_BATCH + 1, fewest]]
+        # For eight sequences of the Qwen pair 4 drafts took longer than they saved. The last range is for more too.
+        ranges = [[1, 1, speculative], [2, 2, fewest]]
         drafts |= {"num_speculative_tokens": speculative, "num_speculative_tokens_per_batch_size": ranges}
         arguments += ["--speculative-config", json.dumps(drafts)]
     if (logprobs or default_level(parts.takedowns is not None)) == "off":
