@@ -24,7 +24,7 @@ def train_once(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     settings: TrainingSettings,
-    report: Callable[[str], None],
+    report: Callable[[str], object],
     *,
     dtype: Any = None,
     **options: Any,

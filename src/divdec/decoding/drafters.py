@@ -80,9 +80,10 @@ class LookupDrafter:
                     break
                 drafts[row, step] = extended[len(text) + step] = token
         tokens = torch.from_numpy(drafts)
-        chances = tokens.ne(NONE).float().T if wants_more is not None else []
-        size = next((size for size, some in enumerate(chances, 1) if not wants_more(some)), block.size)
-        return tokens[:, :size].to(block.last.device), None
+        if wants_more is not None:
+            columns = enumerate(tokens.ne(NONE).float().T, start=1)
+            tokens = tokens[:, : next((size for size, column in columns if not wants_more(column)), block.size)]
+        return tokens.to(block.last.device), None
 
 
 def repeated(text: np.ndarray) -> int:
