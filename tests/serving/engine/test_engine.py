@@ -290,7 +290,8 @@ def test_single_request_speculates_with_same_output(model, tokenizer, gamma):
     for result in (one_by_one, together):
         for prompt, outputs, answered in zip(prompts, result, expected, strict=True):
             assert_same_answer(model, prompt, tokens_of(outputs), answered)
-    assert steps < sum(map(len, expected))  # some passes gave several tokens
+    # Some passes gave several tokens; without a fixed number q drafts nothing where it is unsure.
+    assert steps < sum(map(len, expected)) + (gamma is None)
     assert len(tokens_of(sampled)) == 16
 
 
