@@ -38,8 +38,8 @@ def test_vllm_arguments_of_bundle(bundle, own_checkpoints, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("accelerator", "fewest"), [(True, 0), (False, 1)])
-def test_large_batches_have_few_drafts(bundle, monkeypatch, accelerator, fewest):
-    """Eight sequences are drafted for; above, none on a GPU and one token on a CPU."""
+def test_batches_have_few_drafts(bundle, monkeypatch, accelerator, fewest):
+    """A sequence alone is drafted for; in batches none on a GPU and one token on a CPU."""
     monkeypatch.setattr(configuration.torch.accelerator, "is_available", lambda: accelerator)
     drafts = json.loads(options_of(engine_arguments(str(bundle), speculative=4))["--speculative-config"])
     assert drafts["num_speculative_tokens_per_batch_size"] == [[1, 1, 4], [2, 2, fewest]]
@@ -52,7 +52,7 @@ def test_vllm_reads_the_number_of_drafts_by_batch(bundle):
 
     drafts = json.loads(options_of(engine_arguments(str(bundle), speculative=4))["--speculative-config"])
     ranges = drafts["num_speculative_tokens_per_batch_size"]
-    assert build_dynamic_sd_schedule_lookup(ranges, 32, 4)[1:] == [4] * 8 + [ranges[-1][-1]] * 24
+    assert build_dynamic_sd_schedule_lookup(ranges, 32, 4)[1:] == [4] + [ranges[-1][-1]] * 31
 
 
 @pytest.mark.parametrize(
