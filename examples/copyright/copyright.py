@@ -98,7 +98,7 @@ def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, obje
     command("bundle", "--target", target, "--registry", registry, "--output", bundle)
     with server(bundle, name=NAME) as client:
         before = continue_licence(client, prompt)
-        print(f"\nBefore, given … {' '.join(prompt.split()[-6:])}:\n   {before.strip()}\n")
+        print(f"\nBefore, given {prompt[-40:]!r}:\n   {before.strip()}\n")
         kept = answers(client, questions), answers(client, PARAPHRASES), continue_licence(client, apache)
         stream = read_while_taken_down(client, prompt, rest, registry)
         print(f"A client was reading when the request took effect:\n   {stream.strip()}\n")

@@ -210,8 +210,8 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
     if entries:
         weakest = max(differences, key=lambda name: differences[name])
         lines += [
-            f"in force: {len(entries)}, at strength {strength:g}; weakest: {weakest}, whose n-grams q scores "
-            f"{-differences[weakest]:.2f} lower than p on average (1.00: only p has them)",
+            f"in force: {len(entries)}, at strength {strength:g}; at their own n-grams q scores less than p by "
+            f"{-differences[weakest]:.2f} or more on average (1: only p knows them; least: {weakest})",
             f"measured on the target when added, with nothing recited any more: {len(shown)}; with nothing recited "
             f"before either: {len(measured) - len(shown)}; not measured: {len(entries) - len(measured)}. The target "
             "was not asked now",
