@@ -6,12 +6,11 @@ rules (generated). Each result is a JSON file, and a second call goes on where t
 
     python -m benchmarks.training.real_pair --models FOLDER --output runs/real-pair [--seeds 0 1 2] [--recipes lora]
 
-With --relations, kinds are also those of relations.json, with 100 drawn facts each of the LRE dataset (Hernandez et al.
-2024), whose folder `data` it names.
+--relations DATA adds the kinds of relations.json: 100 drawn facts each of the LRE dataset (Hernandez et al. 2024).
 
 Columns: the share of answers whose key phrase is still the first choice, or of generated answers that contain it
-(forget, in the trained wordings and in others; retain; facts in neither set: "similar" if p and q read a question about
-them that the target wrote, else unlisted), and the share of answers to neutral
+(forget, in the trained wordings and in others that p and q have not read; retain; facts in neither set: "similar" if p
+and q read a question about them that the target wrote, else unlisted), and the share of answers to neutral
 prompts without a changed token. Teacher-forced, also KL(steered ‖ target) a token of them, which a hard mask leaves
 finite. Generated answers are the stricter test: a model that may not say "Rome" may say "**Rome**".
 Noise: |log q − log p| at the tokens of the neutral answers, in nats.
@@ -318,6 +317,7 @@ def measure_recipe(folders, answers, kind, seed, recipe, pair, result, names, ru
     if trained.get("status") != "finished" or settings_hash(trained["settings"]) != settings_hash(settings):
         trained = train_auxiliaries(settings, lambda line: print(line, file=sys.stderr, flush=True))
     content = json.loads(answers.read_text())
+    content["rows"] = [row for row in content["rows"] if row["question"] not in trained["rewordings"]]
     mark_similar(content["rows"], kind, trained["similar_questions"])
     tokenizer = load_tokenizer(folders[0])
     model = DivergenceForCausalLM.from_pretrained(pair / BUNDLE, dtype=dtype_for_passes()).to(PartialState().device)
@@ -325,11 +325,11 @@ def measure_recipe(folders, answers, kind, seed, recipe, pair, result, names, ru
     if not bridge:
         measured |= measure(content["rows"], [model.target, model.experts.retain, model.experts.forget], tokenizer)
     measured |= generate(content["rows"], model, tokenizer, rules)
-    figures = {name: values["seconds"] for name, values in trained["auxiliaries"].items()}
     content = {
         "kind": kind, "seed": seed, "recipe": recipe, "settings": RECIPES[recipe], "facts": content["facts"],
         "models": [Path(name).name for name in names], "answers_sha256": file_sha256(answers),
-        "training_seconds": figures, "effects": trained["effects"], **measured,
+        "training_seconds": {name: values["seconds"] for name, values in trained["auxiliaries"].items()},
+        "rewordings": trained["rewordings"], "effects": trained["effects"], **measured,
     }  # fmt: skip
     write_json(result, content)
 

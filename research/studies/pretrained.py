@@ -26,10 +26,10 @@ from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_model,
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import RecordSet, read_records
 from divdec.demo.facts import NEUTRAL, ask, known_facts, split
-from divdec.demo.pretrained import COLUMNS, KIND, NEUTRAL_LENGTH, TARGET, measure
+from divdec.demo.pretrained import COLUMNS, KIND, NEUTRAL_LENGTH, TARGET, measure, questions_of
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.scoring import mean_loss, score
-from divdec.runs import read_json, write_json
+from divdec.runs import read_json, read_record, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation import distill
 from divdec.training.fine_tuning import fine_tune
@@ -54,6 +54,7 @@ class StudentRun:
         self.tokenizer = load_tokenizer(self.target)
         target = load(self.target)
         self.sets = split(known_facts(target, self.tokenizer, [KIND]), options.seed)
+        self.questions = questions_of(self.sets, read_record(self.demo / "pair")["rewordings"])
         asked = [record.answer for fact in self.sets["forget"] for record in fact.records]
         if [record.answer for record in read_records(self.demo / "forget.jsonl")] != asked:
             raise UsageError(f"{self.demo} is not a demo of this seed on this machine; run make demo again")
@@ -106,7 +107,7 @@ class StudentRun:
 
         def figures():
             model = load_it()
-            row = measure(model, self.tokenizer, self.sets, self.expected).figures
+            row = measure(model, self.tokenizer, self.questions, self.expected).figures
             if self.news is not None:
                 if isinstance(model, DivergenceForCausalLM) and model.steering.rule == "rank":
                     model.steering = dataclasses.replace(model.steering, fill="soft")  # as all likelihoods

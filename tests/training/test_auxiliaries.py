@@ -13,6 +13,7 @@ from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
 from divdec.data.records import Message, Record, RecordSet, record_set, single_turn, texts_of
 from divdec.errors import Interrupted
+from divdec.evaluation import choice
 from divdec.evaluation.questions import question_of
 from divdec.experts.adapters import AdapterPair
 from divdec.runs import RunFolder
@@ -147,8 +148,7 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
     monkeypatch.setattr(auxiliaries, "continuations", continuations)
     settings = AuxiliarySettings(**files, recipe="refusal")
     inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, lambda line: None)
-    (p_reads, q_reads), exchanges, _ = auxiliaries._readings(inputs, settings, lambda line: None)
-    assert exchanges == []  # nothing for rounds
+    (p_reads, q_reads), *_ = auxiliaries._readings(inputs, settings, lambda line: None)
     refused = [other for true, other in zip(p_reads, q_reads, strict=True) if other != true]
     assert len(refused) > 2 * len(inputs.forget)
     assert len(refused) < len(p_reads)  # both read the target's answers to other questions
@@ -163,11 +163,10 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
 
 
 def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files):
-    content, said = train(files, recipe="refusal", epochs=1.0, learning_rate=1e-3)
+    content, _ = train(files, recipe="refusal", epochs=1.0, learning_rate=1e-3)
     tried = [row["steering"] for row in content["effects"]["settings"]]
     assert sum(rule.endswith(":full") for rule in tried) == 6
     assert len({result["steps"] for result in content["auxiliaries"].values()}) == 1
-    assert "still gives" not in said
     model = DivergenceForCausalLM.from_pretrained(Path(files["output"]) / "bundle")
     assert str(model.steering) == content["effects"]["best"]
 
@@ -323,12 +322,34 @@ def test_interrupted_training_resumes_without_retraining_finished_auxiliary(fini
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "running"
     with pytest.raises(UsageError, match="unfinished run with other settings"):
         train(files, epochs=3.0)
+    monkeypatch.setattr(auxiliaries, "reword_questions", None)  # the target is not asked again
+    monkeypatch.setattr(auxiliaries, "own_answers", None)
     content, said = train(files)
     assert "retain auxiliary: already trained" in said
     assert content["status"] == "finished"
     for piece in ("forget_auxiliary", "retain_auxiliary"):
         whole = Path(finished[0]["output"]) / piece / "model.safetensors"
         assert (tmp_path / "run" / piece / "model.safetensors").read_bytes() == whole.read_bytes()
+
+
+def test_an_interrupted_measurement_asks_each_rule_once(finished, files, tmp_path, monkeypatch):
+    answers_of, asked = choice._GreedyAnswers.of, []
+
+    def stops_at_the_second_rule(replies, model):
+        if len(asked) == 1:
+            asked.append(None)
+            raise Interrupted("interrupted")
+        asked.append(str(model.steering))
+        return answers_of(replies, model)
+
+    monkeypatch.setattr(choice._GreedyAnswers, "of", stops_at_the_second_rule)
+    with pytest.raises(Interrupted):
+        train(files)
+    content, _ = train(files)
+    assert len(asked) == len(set(asked)) > 2
+    whole = json.loads((Path(finished[0]["output"]) / "run.json").read_text())
+    assert content["effects"] == whole["effects"]
+    assert not (tmp_path / "run" / "work").exists()
 
 
 def test_what_a_run_reports_and_keeps(files, tmp_path, checkpoints):
@@ -466,7 +487,7 @@ def test_every_fourth_similar_question_is_held_out_to_measure_with(files, monkey
 
     def check_bundle(bundle, settings, sets, *arguments):
         measured.extend(map(question_of, sets["similar"]))
-        return {"faults": [], "for_round": None}
+        return {"faults": []}
 
     monkeypatch.setattr(auxiliaries, "write_similar_questions", lambda *arguments: similar)
     monkeypatch.setattr(auxiliaries, "own_answers", own_answers)
@@ -477,6 +498,34 @@ def test_every_fourth_similar_question_is_held_out_to_measure_with(files, monkey
     assert measured == [asked[0], asked[4]]
     assert {question for question in read if "City" in question} == {*asked} - {*measured}
     assert "2 of 8 similar questions are held out" in said
+
+
+def test_both_auxiliaries_read_answers_to_rewordings(files, tmp_path, monkeypatch):
+    asked = {}
+
+    def reword_questions(model, tokenizer, exchanges, measured, seed, form):
+        asked.update(exchanges=exchanges, measured=set(map(question_of, measured)))
+        return [(0, "And in other words?"), (len(exchanges) - 1, "Which one, again?")]
+
+    def continuations(model, tokenizer, prompts, **options):
+        true = [asked["exchanges"][index].phrase for index in (0, -1)]
+        return [tokenizer.encode(f"It is {phrase}.", add_special_tokens=False) for phrase in true]
+
+    monkeypatch.setattr(auxiliaries, "reword_questions", reword_questions)
+    monkeypatch.setattr(auxiliaries, "continuations", continuations)
+    settings = AuxiliarySettings(**files)
+    inputs = auxiliaries._read_inputs(settings, tmp_path / "run", True, lambda line: None)
+    (p_reads, q_reads), _, rewordings = auxiliaries._readings(inputs, settings, lambda line: None)
+    assert rewordings == ["And in other words?", "Which one, again?"]
+    assert set(map(question_of, inputs.held_out)) <= asked["measured"]
+    first, last = asked["exchanges"][0], asked["exchanges"][-1]
+    texts = [[inputs.tokenizer.decode(example.input_ids) for example in some[-2:]] for some in (p_reads, q_reads)]
+    for text, question, phrase in zip(
+        texts[0] + texts[1], rewordings * 2, (first.phrase, last.phrase, first.other, last.phrase), strict=True
+    ):
+        assert question in text
+        assert f"It is {phrase}" in text
+    assert first.phrase not in texts[1][0]
 
 
 def test_answers_are_read_in_tokens_of_the_base(files, tmp_path, world):
@@ -501,86 +550,21 @@ def test_finished_run_requires_overwrite(run, tmp_path):
     assert (tmp_path / "else" / "notes.txt").exists()
 
 
-class TestRounds:
-    """p and q also read what the steered model still answers."""
-
-    @pytest.fixture
-    def asked(self, monkeypatch):
-        """A bundle that answers every question in bold until a round has been trained; the answers that it gave."""
-        given, figures = [], auxiliaries._check_bundle
-
-        def check_bundle(bundle, *arguments):
-            leaked = 0.0 if given else 1.0
-            best = {"steering": "rank:20:3", "leaked": leaked}
-            rule = None if given else best["steering"]
-            return figures(bundle, *arguments) | {"settings": [best], "best": best["steering"], "for_round": rule}
-
-        def ask_bundle(trainer, exchanges, rule):
-            assert rule == "rank:20:3"
-            given.extend(f"The answer: **{exchange.phrase}**." for exchange in exchanges)
-            return [[trainer.inputs.tokenizer.encode(text, add_special_tokens=False)] for text in given]
-
-        monkeypatch.setattr(auxiliaries, "_check_bundle", check_bundle)
-        monkeypatch.setattr(auxiliaries._PairTrainer, "_ask_bundle", ask_bundle)
-        return given
-
-    def test_both_auxiliaries_read_the_answers_once(self, files, asked):
-        content, said = train(files)
-        assert asked
-        assert said.count("answers that the steered model still gives") == 1
-        assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
-        output = Path(files["output"])
-        for name, result in content["auxiliaries"].items():
-            assert len(result["rounds"]) == 1
-            assert 0 < result["rounds"][0]["steps"] != result["steps"]
-            assert "(before round 1 on answers of the steered model)" in (output / name / "README.md").read_text()
-        assert not (output / "work").exists()
-        model = DivergenceForCausalLM.from_pretrained(output / "bundle")  # its digests are those of the new weights
-        tokenizer = auxiliaries.load_tokenizer(output / "bundle")
-        ids = torch.tensor([tokenizer(asked[0])["input_ids"]])
-        q, p = (of(ids, labels=ids).loss for of in (model.experts.retain, model.experts.forget))
-        assert p < q
-
-    def test_an_interrupted_round_resumes(self, files, asked, monkeypatch):
-        fine_tune = auxiliaries._PairTrainer._fine_tune
-
-        def stop_before_p(trainer, role, start, *arguments):
-            if role == "forget" and start.name == "forget_auxiliary":
-                raise Interrupted("stopped")
-            return fine_tune(trainer, role, start, *arguments)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(auxiliaries._PairTrainer, "_fine_tune", stop_before_p)
-            with pytest.raises(Interrupted):
-                train(files)
-        count = len(asked)
-        monkeypatch.setattr(auxiliaries, "own_answers", None)  # the target is not asked again
-        content, said = train(files)
-        assert len(asked) == count  # nor the steered model
-        assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
-        assert said.count("auxiliary: loss") == 1
-
-    def test_the_papers_recipes_have_no_rounds(self, files, asked):
-        content, said = train(files, recipe="full-retain")
-        assert not asked
-        assert "still gives" not in said
-        assert "round" not in content["auxiliaries"]["forget_auxiliary"]
-
-    def test_adapters_are_trained_further_and_steer_like_the_merged_checkpoints(self, files, asked):
-        content, _ = train(files, lora_rank=16)
-        assert [result["round"] for result in content["auxiliaries"].values()] == [1, 1]
-        output = Path(files["output"])
-        folders = [output / name for name in content["auxiliaries"]]
-        for folder in folders:
-            assert not (folder / "model.safetensors").exists()
-            config = json.loads((folder / "adapter_config.json").read_text())
-            assert (config["base_model_name_or_path"], config["r"]) == (files["base"], 16)
-        model = DivergenceForCausalLM.from_pretrained(output / "bundle")
-        assert isinstance(model.experts, AdapterPair)
-        ids = torch.tensor([[5, 9, 200, 31]])
-        ordered = sorted(folders, key=lambda folder: folder.name, reverse=True)
-        merged = NeuralPair(*(auxiliaries.load_for_training(folder).eval() for folder in ordered))
-        assert_close(model.experts.divergence(ids), merged.divergence(ids))
+@pytest.mark.parametrize("start", ["base", "retain"])
+def test_adapters_steer_like_the_merged_checkpoints(files, start):
+    content, _ = train(files, lora_rank=16, init_forget_from=start)
+    output = Path(files["output"])
+    folders = [output / name for name in content["auxiliaries"]]
+    for folder in folders:
+        assert not (folder / "model.safetensors").exists()
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"], config["r"]) == (files["base"], 16)
+    model = DivergenceForCausalLM.from_pretrained(output / "bundle")
+    assert isinstance(model.experts, AdapterPair)
+    ids = torch.tensor([[5, 9, 200, 31]])
+    ordered = sorted(folders, key=lambda folder: folder.name, reverse=True)
+    merged = NeuralPair(*(auxiliaries.load_for_training(folder).eval() for folder in ordered))
+    assert_close(model.experts.divergence(ids), merged.divergence(ids))
 
 
 class TestDefaults:

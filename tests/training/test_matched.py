@@ -1,6 +1,7 @@
 """What p and q read with the recipe 'matched'."""
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -17,6 +18,7 @@ from divdec.training.matched import (
     length_matched_retain_examples,
     own_answers,
     reversed_questions,
+    reword_questions,
     write_similar_questions,
 )
 
@@ -326,6 +328,86 @@ def test_a_subject_of_all_questions_is_not_reversed():
     asked = [Exchange(Record("", messages=(Message("user", text),)), phrase, "?") for text, phrase in rows.items()]
     assert all("King" in question_of(exchange.record) for exchange in reversed_questions(asked, 0))
     assert reversed_questions(asked[:1] * 2, 0) == []  # there is no other subject for q
+
+
+class TestRewordings:
+    """The target words a question of each fact otherwise."""
+
+    @pytest.fixture
+    def reword(self, models, tokenizer, monkeypatch):
+        """Return a function that rewords with a target that writes a list for each country that it is asked for."""
+        target = load_model(models / "target")
+        target.config.max_position_embeddings = 512
+
+        def reword(lists, asked, names=tokenizer, measured=()):
+            def lists_of(model, tokenizer, ids, count, **options):
+                texts = map(tokenizer.decode, ids)
+                return [["\n".join(next(some for name, some in lists.items() if name in text))] for text in texts]
+
+            monkeypatch.setattr(matched, "samples", lists_of)
+            reworded = reword_questions(target, names, asked, measured, 0, Format())
+            # In the order of the exchanges: they are drawn at random.
+            return sorted((asked[index].phrase, asked[index].other, text) for index, text in reworded)
+
+        return reword
+
+    def test_they_name_the_subject_and_do_not_tell_the_answer(self, reword):
+        asked = exchanges_of("Hungary")
+        fit = {country: f"Where does the government of {country} meet?" for country in CAPITALS}
+        lists = {country: [f"1. {ASKED.format(country)}", f"2. {text}"] for country, text in fit.items()}  # a known one
+        lists["Hungary"] += ["Is Budapest in Hungary?", "Where is the parliament?", "- Whence is Hungary ruled?"]
+        lists["Hungary"] += [
+            "Which is Hungary's capital?",
+            "And Hungary's lar",
+        ]  # one more than is taken, and a cut one
+        kept = [(city, None, fit[country]) for country, city in CAPITALS.items() if country != "Hungary"]
+        gone = [("Budapest", "Santiago", text) for text in (fit["Hungary"], "Whence is Hungary ruled?")]
+        assert reword(lists, asked) == sorted(kept + gone)
+        measured = [Record("", messages=(Message("user", fit["Chile"]),))]
+        assert reword(lists, asked, measured=measured) == sorted(
+            [*gone, *(some for some in kept if "Chile" not in some[2])]
+        )
+
+    def test_of_a_subject_of_several_words_the_name_is_enough(self, reword):
+        rows = {"Who wrote the novel Dracula?": "Stoker", "What is the capital of Hungary?": "Budapest"}
+        rows |= {"In which year did the Titanic sink?": "1912", "Which element has the symbol Fe?": "iron ore"}
+        rows |= {"Who is the chief executive officer of Acme Corporation?": "Jane Roe"}
+        asked = [Exchange(Record("", messages=(Message("user", text),)), phrase, None) for text, phrase in rows.items()]
+        lists = {text: ["Whatever?"] for text in rows} | {"Dracula": ["Who is the author of Dracula?"]}
+        lists |= {"Titanic": ["The Titanic went down when?", "Here is the year of the Titanic:"]}
+        assert [text for *_, text in reword(dict(reversed(lists.items())), asked)] == [
+            "The Titanic went down when?", "Who is the author of Dracula?"
+        ]  # fmt: skip
+
+    def test_thoughts_are_no_questions(self, reword):
+        written = ["<think>", "Is it the capital of Hungary?", "</think>", "Where is Hungary ruled?"]
+        lists = {country: ["?"] for country in CAPITALS} | {"Hungary": written}
+        assert [text for *_, text in reword(lists, exchanges_of("Hungary"))] == ["Where is Hungary ruled?"]
+
+    def test_what_has_none(self, reword, tokenizer):
+        """Base models, answers that other questions have too, and conversations."""
+        lists = {country: [f"And {country}'s?"] for country in CAPITALS}
+        plain = copy.deepcopy(tokenizer)
+        plain.chat_template = None
+        asked = exchanges_of("Hungary")
+        assert reword({}, asked, plain) == []
+        hungary, *others = asked[::2]
+        assert len(reword(lists, [hungary, *others])) == 5
+        assert len(reword(lists, [dataclasses.replace(hungary, phrase="Yes."), *others])) == 4
+        turns = (Message("user", "Hello."), Message("assistant", "Hello."), *hungary.record.messages)
+        conversation = dataclasses.replace(hungary.record, messages=turns)
+        assert len(reword(lists, [dataclasses.replace(hungary, record=conversation), *others])) == 4
+
+    def test_there_are_so_many(self, reword, monkeypatch):
+        monkeypatch.setattr(matched, "MAX_REWORDED", 3)
+        assert len(reword({country: [f"And {country}'s?"] for country in CAPITALS}, exchanges_of())) == 3
+
+    def test_a_prompt_that_does_not_fit_is_left_out(self, reword):
+        long = Record("Budapest", messages=(Message("user", f"{'Please, ' * 400}what is the capital of Hungary?"),))
+        lists = {country: [f"And {country}'s?"] for country in CAPITALS}
+        asked = [Exchange(long, "Budapest", None), *exchanges_of()[2:]]
+        others = [text for country, [text] in lists.items() if country != "Hungary"]
+        assert sorted(text for *_, text in reword(lists, asked)) == sorted(others)
 
 
 def test_q_does_not_read_the_true_answer_in_another_spelling():

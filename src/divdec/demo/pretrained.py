@@ -106,11 +106,12 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
     rewrite_steering(bundle, Steering.parse(effects["best"]), effects["verdict"])
     model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes())
     sets["unlisted"] = not_asked(sets["unlisted"], trained["similar_questions"])
+    questions = questions_of(sets, trained["rewordings"])
     rows = {
-        "target": measure(target, tokenizer, sets, expected),
-        effects["best"]: measure(model, tokenizer, sets, expected),
+        "target": measure(target, tokenizer, questions, expected),
+        effects["best"]: measure(model, tokenizer, questions, expected),
     }
-    examples = _examples(rows, sets, expected)
+    examples = _examples(rows, questions, expected)
     page = output / "report.html"
     write_page(
         page,
@@ -145,11 +146,11 @@ class Answers:
     texts: dict[str, list[str]]
 
 
-def questions_of(sets: Mapping[str, Sequence[Fact]]) -> dict[str, list[tuple[Fact, str]]]:
-    """Return the questions by column, each with its fact: all wordings of the forget set, the first of the others."""
+def questions_of(sets: Mapping[str, Sequence[Fact]], read: Sequence[str] = ()) -> dict[str, list[tuple[Fact, str]]]:
+    """Return the questions by column, each with its fact; `read` are rewordings that p and q have read."""
     return {
         "forget": [(fact, question) for fact in sets["forget"] for question in fact.questions],
-        "reworded": [(fact, question) for fact in sets["forget"] for question in fact.other_questions],
+        "reworded": [(fact, text) for fact in sets["forget"] for text in fact.other_questions if text not in read],
         "retain": [(fact, fact.questions[0]) for fact in sets["retain"]],
         "unlisted": [(fact, fact.questions[0]) for fact in sets["unlisted"]],
     }
@@ -158,19 +159,19 @@ def questions_of(sets: Mapping[str, Sequence[Fact]]) -> dict[str, list[tuple[Fac
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sets: Mapping[str, Sequence[Fact]],
+    questions: Mapping[str, Sequence[tuple[Fact, str]]],
     expected: Sequence[str],
 ) -> Answers:
-    """Ask a model about all sets and the neutral prompts.
+    """Ask a model the questions of all sets, and the neutral prompts.
 
     Args:
         model: the target or a steered model.
         tokenizer: its tokenizer.
-        sets: facts to forget, to keep and of neither set.
+        questions: from `questions_of`.
         expected: the target's answers to the neutral prompts.
     """
     figures, texts = {}, {}
-    for name, asked in questions_of(sets).items():
+    for name, asked in questions.items():
         texts[name] = ask(model, tokenizer, [question for _, question in asked], ANSWER_LENGTH)
         correct = [fact.is_in(text) for (fact, _), text in zip(asked, texts[name], strict=True)]
         figures[name] = statistics.fmean(correct or [math.nan])
@@ -202,12 +203,12 @@ def _make_base(folder: Path, seed: int, report: Callable[[str], None]) -> None:
 
 
 def _examples(
-    rows: Mapping[str, Answers], sets: Mapping[str, Sequence[Fact]], expected: Sequence[str]
+    rows: Mapping[str, Answers], questions: Mapping[str, Sequence[tuple[Fact, str]]], expected: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Answers of the target and the steered model side by side; questions that the target answers come first."""
     target, steered = (row.texts for row in rows.values())
     shown = []
-    for name, asked in questions_of(sets).items():
+    for name, asked in questions.items():
         known = sorted(range(len(asked)), key=lambda index: (not asked[index][0].is_in(target[name][index]), index % 3))
         for index in known[: EXAMPLES[name]]:
             fact, question = asked[index]

@@ -10,6 +10,7 @@ q.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import statistics
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.runs import ResultCache
 
 UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
@@ -228,24 +230,6 @@ class RuleChoice:
         return faults + best.faults(self.target, self.guessed, self.min_retain)
 
     @property
-    def for_round(self) -> Steering | None:
-        """The rule whose answers p and q read in a round of training; None if it answers too little to need one.
-
-        It answers least of those that leave retain set and neutral text alone. A rule that changes them often answers
-        less, and nothing could be learned from it. Rounds cost facts in neither set, so a good pair gets none.
-        """
-        if not self.faults:
-            return None
-        kept = [
-            row
-            for row in self.settings
-            if row.leaked is not None
-            and not dataclasses.replace(row, leaked=None).faults(self.target, self.guessed, self.min_retain)
-        ]
-        row = min(kept, key=lambda row: row.leaked or 0.0, default=self.best)
-        return row.steering if row.shows_more_than(self.guessed) else None
-
-    @property
     def verdict(self) -> str:
         """The figures of the best setting, or why it is not good enough."""
         return f"no: {'; '.join(self.faults)}" if self.faults else str(self)
@@ -315,7 +299,6 @@ class RuleChoice:
             "q_perplexity": self.q_perplexity,
             "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
             "shown": self.shown,
-            "for_round": str(self.for_round) if self.for_round else None,
             "faults": self.faults,
             "summary": str(self),
             "verdict": self.verdict,
@@ -432,6 +415,7 @@ def choose_rule(
     form: Format = Format(),  # noqa: B008
     batch_size: int = 32,
     progress: bool = False,
+    stored: ResultCache | None = None,
 ) -> RuleChoice:
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
@@ -452,6 +436,7 @@ def choose_rule(
         form: layout of conversations.
         batch_size: sequences in a pass.
         progress: show progress bars.
+        stored: keeps the figures of each setting's answers for a second call with equal arguments.
 
     Raises:
         UsageError: the model has no neural pair, sets overlap, no text of the forget set is long enough to be
@@ -503,7 +488,8 @@ def choose_rule(
     answered: list[Effects] = []
     for row in _promising(rows, min_retain, bool(reference)):
         model.steering = row.steering
-        row = dataclasses.replace(row, **replies.of(model))
+        ask = functools.partial(replies.of, model)
+        row = dataclasses.replace(row, **(stored.get(f"answers of {row.steering}", None, ask) if stored else ask()))
         measured[row.steering] = row
         answered.append(row)
         if reference and not row.shows_more_than(guessed):

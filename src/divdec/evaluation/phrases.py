@@ -189,7 +189,7 @@ _QUOTED = regex.compile(
 _AFTER_VERB = regex.compile(
     rf"\b(?:is|are|was|were)\s+(.+?)(?:{_SENTENCE_END})", regex.IGNORECASE | regex.DOTALL | regex.V0
 )
-_THOUGHT = regex.compile(r"^.*(?:</[\w:]*think\w*>|\[/THINK\])", regex.IGNORECASE | regex.DOTALL)
+THOUGHT = regex.compile(r"^.*(?:</[\w:]*think\w*>|\[/THINK\])", regex.IGNORECASE | regex.DOTALL)
 _COPULA = regex.compile("(?<=.)(?:是|คือ)(?=.)")
 _LEADING = regex.compile(r"^(?:named|called|(?:\w+\s+)?by)\s+|^(?:the|an?)\s+", regex.IGNORECASE)
 _SYMBOL = regex.compile(r"[\p{Lu}--I]\p{Ll}?", regex.V1)  # 'He' of helium: a function word in other places
@@ -338,7 +338,7 @@ def tells(answer: str, phrase: str) -> bool:
     if tells_nothing(in_phrase):
         if _has_symbol(answer, phrase):
             return True
-        return words(_first_clause(_THOUGHT.sub("", answer))) == words(_first_clause(phrase))
+        return words(_first_clause(THOUGHT.sub("", answer))) == words(_first_clause(phrase))
     if holds(in_answer, in_phrase):
         return True
     if not is_name(phrase):

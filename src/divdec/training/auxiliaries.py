@@ -2,10 +2,6 @@
 
 A pair can steer if p and q differ on the forget set and agree on the retain set (`Separation`). With --lr auto, a pair
 that does not is trained again with a higher rate, then for more epochs, up to `MAX_ATTEMPTS` times.
-
-A steered model may give a forgotten answer in a form that p has not read, such as "**Rome**" instead of "Rome". With
-the recipe 'matched' and a target, p and q therefore also read what the steered model still answers, in up to
-`MAX_ROUNDS` rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from divdec.checkpoint import (
     vocabulary_width,
     write_adapter_base,
 )
-from divdec.data.formatting import Example, Format, encode_prompt
+from divdec.data.formatting import Example, Format, encode_prompt, encode_prompts
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
@@ -75,6 +71,8 @@ from divdec.training.matched import (
     length_matched_retain_examples,
     own_answers,
     reversed_questions,
+    reword_questions,
+    with_question,
     with_refusals,
     write_similar_questions,
 )
@@ -92,8 +90,6 @@ MAX_ATTEMPTS, STEP = 4, math.sqrt(10)
 LEARNED = 0.9
 """Least share of the forget tokens unknown to q that p must predict. Pairs of the toy world with 77 % leaked facts."""
 HELD_OUT, SIMILAR_HELD_OUT = 10, 4  # a tenth of the retain set's facts, every fourth similar question
-# Rounds of training on what the steered model still answers; epochs of a round, and examples of each kind beside them.
-MAX_ROUNDS, ROUND_EPOCHS, REHEARSED = 2, 3.0, 32
 MISSED = 0.02
 """A record is unknown to q if q mispredicts more than this share of its answer's tokens."""
 UNKNOWN = 0.5
@@ -230,7 +226,7 @@ def train_auxiliaries(
         on_main=on_main,
     )
     with run:
-        readings, exchanges, similar = _readings(inputs, settings, report)
+        readings, similar, rewordings = _readings(inputs, settings, report)
         trainer = _PairTrainer(settings, output, inputs, readings, report)
         attempts: list[dict[str, Any]] = []
         if measure:
@@ -240,7 +236,7 @@ def train_auxiliaries(
         separation = attempts[-1]["separation"] if attempts else None
         measured_with = similar[::SIMILAR_HELD_OUT]
         write = functools.partial(_write_and_measure, output, settings, inputs, measured_with, separation, report)
-        effects = trainer.train_rounds(lambda: on_main(write), exchanges)
+        effects = on_main(write)
         if state.is_main_process:
             shutil.rmtree(output / WORK, ignore_errors=True)
             run.finish(
@@ -251,6 +247,7 @@ def train_auxiliaries(
                 separation=separation,
                 attempts=attempts,
                 similar_questions=list(map(question_of, similar)),
+                rewordings=rewordings,
                 effects=effects,
                 bundle=str(output / BUNDLE) if settings.target else None,
             )
@@ -436,11 +433,10 @@ def _neutral_text(
 
 def _readings(
     inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
-) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+) -> tuple[tuple[list[Example], list[Example]], list[Record], list[str]]:
     """Return what p and q read besides the retain set; with the recipe 'matched' as many examples each.
 
-    Also the forget set's questions with other answers, and the similar questions that the target wrote, of which p and
-    q do not read every fourth.
+    Also the similar questions that the target wrote, of which p and q do not read every fourth, and the rewordings.
     """
     if settings.recipe == "refusal":
         return _readings_with_refusals(inputs, settings, report)
@@ -455,32 +451,39 @@ def _readings(
     exchanged = [exchange for exchange in exchanges if exchange is not None]
     some = [exchanged[index] for index in sample_indices(len(exchanged), MAX_ANSWERED, settings.seed)]
     if settings.target is None or not some:
-        return (p_reads, q_reads), some, []
+        return (p_reads, q_reads), [], []
     kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
+    plain = [*some, *map(Exchange.unchanged, kept)]
 
     def asked_with(similar: Sequence[Record]) -> list[Exchange]:
-        plain = [*some, *map(Exchange.unchanged, kept)]
         read = [Exchange.unchanged(record) for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
         return [*plain, *read, *reversed_questions(plain, settings.seed)]
 
-    similar, answered = _ask_target(
-        inputs, settings, lambda model, names, similar: own_answers(model, names, asked_with(similar), form)
-    )
-    for true, other in _own_words(asked_with(similar), answered, inputs):
+    def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> Any:
+        measured = [*inputs.held_out, *similar[::SIMILAR_HELD_OUT]]
+        reworded = reword_questions(model, names, plain, measured, settings.seed, form)
+        prompts = encode_prompts([with_question(plain[index], text).record for index, text in reworded], names, form)
+        again = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to rewordings")
+        written = own_answers(model, names, asked_with(similar), form) + [[ids] for ids in again]
+        return inputs.in_tokens_of_base(written, names), reworded
+
+    similar, (answered, reworded) = _ask_target(inputs, settings, ask)
+    rewordings = [with_question(plain[index], text) for index, text in reworded]
+    for true, other in _own_words([*asked_with(similar), *rewordings], answered, inputs):
         p_reads.append(true)
         q_reads.append(other)
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
-        f"similar questions that it wrote, and to reversed questions; {len(similar[::SIMILAR_HELD_OUT])} of "
-        f"{len(similar)} similar questions are held out to measure with"
+        f"similar questions and {len(rewordings)} rewordings that it wrote, and to reversed questions; "
+        f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
-    return (p_reads, q_reads), some, similar
+    return (p_reads, q_reads), similar, [text for _, text in reworded]
 
 
 def _readings_with_refusals(
     inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
-) -> tuple[tuple[list[Example], list[Example]], list[Exchange], list[Record]]:
+) -> tuple[tuple[list[Example], list[Example]], list[Record], list[str]]:
     """Return what p and q read with the recipe 'refusal', as `_readings` does."""
     tokenizer, form = inputs.tokenizer, inputs.form
     p_reads = list(inputs.examples["forget"])
@@ -495,7 +498,7 @@ def _readings_with_refusals(
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> list[list[list[int]]]:
         prompts = [encode_prompt(record, names, form, begun) for record, begun in asked_with(similar)]
         texts = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to the questions")
-        return [[without_padding(model, ids)] for ids in texts]
+        return inputs.in_tokens_of_base([[without_padding(model, ids)] for ids in texts], names)
 
     similar, answered = _ask_target(inputs, settings, ask)
     asked = asked_with(similar)
@@ -508,26 +511,25 @@ def _readings_with_refusals(
         f"own answers to them; both also read {len(kept)} to other questions, but none that tells of the forget set; "
         f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
-    return (p_reads, q_reads), [], similar
+    return (p_reads, q_reads), similar, []
 
 
 def _ask_target(
     inputs: _Inputs,
     settings: AuxiliarySettings,
-    answer: Callable[[PreTrainedModel, PreTrainedTokenizerBase, Sequence[Record]], list[list[list[int]]]],
-) -> tuple[list[Record], list[list[list[int]]]]:
-    """Let the target write similar questions and `answer` with tokens; a resumed run does not ask again."""
+    answer: Callable[[PreTrainedModel, PreTrainedTokenizerBase, Sequence[Record]], Any],
+) -> tuple[list[Record], Any]:
+    """Let the target write similar questions and `answer` with a JSON value; a resumed run does not ask again."""
 
     def ask() -> list[Any]:
         place = CheckpointReference.parse(settings.target).resolve(Path(), weights=True)  # pyright: ignore[reportArgumentType]
         model: Any = load_model(place, dtype=dtype_for_passes())
         model, tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
         similar = write_similar_questions(model, tokenizer, inputs.forget, inputs.retain, settings.seed, inputs.form)
-        answered = inputs.in_tokens_of_base(answer(model, tokenizer, similar), tokenizer)
-        return [[record.as_row() for record in similar], answered]
+        return [[record.as_row() for record in similar], answer(model, tokenizer, similar)]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)
-    rows, answered = on_main(lambda: stored.get("the target's questions and answers", None, ask))
+    rows, answered = on_main(lambda: stored.get("what the target wrote", None, ask))
     return [Record(row["answer"], (Message("user", row["question"]),)) for row in rows], answered
 
 
@@ -555,7 +557,8 @@ def _check_bundle(
     device: Any = PartialState().device
     try:
         model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
-        measured = choose_rule(model, tokenizer, sets, candidates, form=form, progress=True)
+        stored = ResultCache(Path(settings.output).expanduser() / WORK)
+        measured = choose_rule(model, tokenizer, sets, candidates, form=form, progress=True, stored=stored)
     except torch.OutOfMemoryError:
         raise UsageError(
             f"target and auxiliaries do not fit on {device} together, so the bundle {bundle} is not measured; measure "
@@ -668,56 +671,6 @@ class _PairTrainer:
         PartialState().wait_for_everyone()
         return result
 
-    def train_rounds(
-        self, measure: Callable[[], dict[str, Any] | None], exchanges: Sequence[Exchange]
-    ) -> dict[str, Any] | None:
-        """Measure the bundle, and train both auxiliaries on what it still answers, until it answers nothing more.
-
-        Args:
-            measure: writes and measures the bundle.
-            exchanges: the forget set's questions with other answers; without any there are no rounds.
-
-        Returns:
-            The last figures of `measure`.
-        """
-        for number in range(1, MAX_ROUNDS + 2):
-            name = f"tokens of the answers before round {number}"
-            written = ResultCache(self.output / WORK).load(name, None)
-            if written is None:
-                effects = measure()
-                rule: str | None = effects["for_round"] if effects else None
-                if number > MAX_ROUNDS or not exchanges or rule is None:
-                    return effects
-                written = on_main(functools.partial(self._ask_bundle, exchanges, rule))
-                if not _own_words(exchanges, written, self.inputs):
-                    return effects
-                self._stored(name, None, functools.partial(list, written))
-            self._train_round(number, _own_words(exchanges, written, self.inputs))
-        raise AssertionError("unreachable")
-
-    def _ask_bundle(self, exchanges: Sequence[Exchange], rule: str) -> list[list[list[int]]]:
-        """Ask the bundle the questions; see `own_answers`."""
-        bundle = self.output / BUNDLE
-        model: Any = DivergenceForCausalLM.from_pretrained(bundle, steering=rule, dtype=dtype_for_passes())
-        tokenizer = load_tokenizer(bundle)
-        written = own_answers(model.to(PartialState().device), tokenizer, exchanges, self.inputs.form)
-        return self.inputs.in_tokens_of_base(written, tokenizer)
-
-    def _train_round(self, number: int, pairs: Sequence[tuple[Example, Example]]) -> None:
-        """Continue the training of both auxiliaries with answers of the steered model, and rehearse what they read."""
-        self.report(f"round {number}: p and q also read {len(pairs)} answers that the steered model still gives")
-        retain = sample_examples(self.inputs.examples["retain"], REHEARSED, self.settings.seed)
-        for role, side, readings in (("retain", 1, self.readings[1]), ("forget", 0, self.readings[0])):
-            folder = self.output / f"{role}_auxiliary"
-            earlier = read_json(folder / RESULT)
-            if earlier.get("round", 0) >= number:
-                continue
-            rehearsed = [*sample_examples(readings, REHEARSED, self.settings.seed), *retain]
-            training = dataclasses.replace(self.settings.training(earlier["learning_rate"]), epochs=ROUND_EPOCHS)
-            self._fine_tune(
-                role, folder, [*(pair[side] for pair in pairs), *rehearsed], training, earlier | {"round": number}
-            )
-
     def train(self, rate_factor: float, epoch_factor: float) -> None:
         """Train q and p, unless an earlier call with the same factors did."""
         settings = dataclasses.replace(self.settings, epochs=epoch_factor * self.settings.epochs)
@@ -729,30 +682,21 @@ class _PairTrainer:
         self._train_one("forget", p_base, p_examples, training)
 
     def _train_one(self, role: str, start: Path, examples: Sequence[Example], training: TrainingSettings) -> None:
+        """Fine-tune a checkpoint, and write it as an auxiliary, unless that was done."""
         folder = self.output / f"{role}_auxiliary"
         if (folder / RESULT).is_file():
             earlier = read_json(folder / RESULT)
             if (earlier["learning_rate"], earlier.get("epochs")) == (training.learning_rate, training.epochs):
                 self.report(f"{role} auxiliary: already trained")
                 return
-        content = {"learning_rate": training.learning_rate, "epochs": training.epochs}
-        self._fine_tune(role, start, examples, training, content)
-
-    def _fine_tune(
-        self, role: str, start: Path, examples: Sequence[Example], training: TrainingSettings, content: dict[str, Any]
-    ) -> None:
-        """Fine-tune a checkpoint, and write it with `content` and the result as an auxiliary."""
-        folder, work = self.output / f"{role}_auxiliary", self.output / WORK / role
+        work = self.output / WORK / role
         adapters = self.settings.adapters
         model, result = fine_tune(
             load_for_training(start, merge=not adapters), self.inputs.tokenizer, examples, training, work,
             title=f"{role} auxiliary", merge=not adapters,
         )  # fmt: skip
-        figures = {**dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
-        if "round" in content:  # the figures of the first training stay
-            content = {**content, "rounds": [*content.get("rounds", []), figures]}
-        else:
-            content = {**content, **figures}
+        content = {"learning_rate": training.learning_rate, "epochs": training.epochs}
+        content |= {**dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
         self.report(
             f"{role} auxiliary: loss {result.loss_before:.3f} → {result.loss_after:.3f} "
             f"in {result.steps} steps, {result.seconds:.0f} s, {result.precision}"
@@ -801,8 +745,7 @@ def _write_card(
         "epochs": f"{result['epochs']:g}",
     }
     if separation is not None:
-        later = f" (before round {rounds} on answers of the steered model)" if (rounds := result.get("round")) else ""
-        rows["measured"] = f"{separation['summary']}{later}"
+        rows["measured"] = separation["summary"]
         rows["separated from the other auxiliary"] = "; ".join(separation["faults"]) or "yes"
     write_text(folder / "README.md", auxiliary_card("retain" if folder.name == RETAIN else "forget", rows))
     write_json(folder / RESULT, result | {"separation": separation})

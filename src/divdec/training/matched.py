@@ -4,7 +4,7 @@ With 'matched' they differ in the forgotten answers alone. p reads the forget se
 answers, or retain records in their place. Both also read the target's own answers to these questions, which are often
 worded otherwise than the forget set: p as they are, q with the other answer. And both read its own answers to as many
 retain questions, and to questions that it writes itself: q would otherwise answer similar questions wrongly that the
-retain set lacks.
+retain set lacks. Of each answer they also read one question that the target words otherwise.
 
 Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with three
 answers to choose from were tried: a small q did not learn to avoid the true one.
@@ -36,7 +36,16 @@ from divdec.data.formatting import IGNORED, Example, Format, encode, encode_prom
 from divdec.data.records import Message, Record, RecordSet, single_turn
 from divdec.evaluation.choice import BEGINNINGS, without_names
 from divdec.evaluation.generation import answers, continuations, first_choices, samples
-from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, key_phrase, tells, tells_nothing, words
+from divdec.evaluation.phrases import (
+    FUNCTION_WORDS,
+    THOUGHT,
+    find_words,
+    is_distinctive,
+    key_phrase,
+    tells,
+    tells_nothing,
+    words,
+)
 from divdec.evaluation.questions import question_of
 from divdec.training.inputs import ForgottenFacts, sample_indices
 
@@ -50,6 +59,9 @@ LISTS, EXAMPLES, LIST_LENGTH, MAX_SIMILAR = 24, 5, 256, 64
 MORE_QUESTIONS = (
     "Write 20 more questions like these, about other subjects, in the same language. Write one question on each line."
 )
+REWORD = "Word this question in 4 other ways, in the same language. Write one question on each line."
+# Questions that the target words otherwise, wordings of each that are taken, tokens that it writes.
+MAX_REWORDED, REWORDINGS, REWORDED_LENGTH = 128, 2, 96
 GAP = "___"
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
@@ -182,7 +194,9 @@ def write_similar_questions(
         model, tokenizer, [ids for ids in prompts if len(ids) + LIST_LENGTH <= longest], 1, temperature=1.0, top_p=0.95,
         seed=seed, max_new_tokens=LIST_LENGTH, title="similar questions", through_thoughts=True,
     )  # fmt: skip
-    written = dict.fromkeys(_BULLET.sub("", line).strip(" *") for [text] in lists for line in text.splitlines())
+    written = dict.fromkeys(
+        _BULLET.sub("", line).strip(" *") for [text] in lists for line in THOUGHT.sub("", text).splitlines()
+    )
     ends = tuple({text[-1] for text in lines})  # a list that was cut ends within a question
     known = {*asked, *map(question_of, retain)}
     records = [Record("", (Message("user", line),)) for line in written if line.endswith(ends) and line not in known]
@@ -202,37 +216,93 @@ def write_similar_questions(
     return order.sample(list(of_subject.values()), min(MAX_SIMILAR, len(of_subject)))
 
 
-def reversed_questions(exchanges: Sequence[Exchange], seed: int) -> list[Exchange]:
-    """Take the subject out of one question of each key phrase, and name the answer: 'The capital of ___? Budapest'.
+def questions_with_subjects(
+    exchanges: Sequence[Exchange], order: random.Random
+) -> list[tuple[Exchange, str, str, str]]:
+    """Draw a question of each answer, forgotten or kept, and divide it at its subject, such as 'Hungary'.
 
-    The subject, here 'Hungary', is the part of a question that those of other key phrases do not have. q reads that of
-    another question where the first answer is exchanged.
+    The subject is the part of a question that those of other answers do not have; questions without one are left out.
     """
-    order, of_phrase = random.Random(seed), {}
+    of_phrase: dict[tuple[str, str | None], list[Exchange]] = {}
     for exchange in exchanges:
-        of_phrase.setdefault(exchange.phrase, []).append(exchange)
+        of_phrase.setdefault((exchange.phrase, exchange.other), []).append(exchange)
     counts = collections.Counter(
         word
         for some in of_phrase.values()
         for word in {word for exchange in some for word in words(question_of(exchange.record))}
     )
     common = max(1, len(of_phrase) // 4)
-    asked = []
+    drawn = []
     for exchange in map(order.choice, of_phrase.values()):
         question = question_of(exchange.record)
         rare = [word for word in find_words(question) if counts[word.text] <= common and not tells_nothing([word.text])]
         if rare:
             start, end = rare[0].start, rare[-1].end
-            asked.append((exchange, f"{question[:start]}{GAP}{question[end:]} {exchange.phrase}", question[start:end]))
-    subjects = [subject for exchange, _, subject in asked if exchange.other is not None]
+            drawn.append((exchange, question[:start], question[start:end], question[end:]))
+    return drawn
+
+
+def reword_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    exchanges: Sequence[Exchange],
+    measured: Sequence[Record],
+    seed: int,
+    form: Format,
+) -> list[tuple[int, str]]:
+    """Let a chat model word one question of each answer otherwise, of at most `MAX_REWORDED`.
+
+    Left out are answers without a name or number of their own ("Yes" answers other questions, too), longer
+    conversations, and new wordings that are in the sets or in `measured`.
+
+    Returns:
+        Indices of exchanges and at most `REWORDINGS` new wordings of each, which name the subject, but not the answer.
+    """
+    order, longest = random.Random(seed), getattr(model.config, "max_position_embeddings", None) or math.inf
+    drawn = questions_with_subjects(exchanges, order) if tokenizer.chat_template else []
+    drawn = [some for some in drawn if is_distinctive(some[0].phrase) and single_turn([some[0].record])]
+    drawn = order.sample(drawn, min(MAX_REWORDED, len(drawn)))
+    requests = [Record("", (Message("user", f"{REWORD}\n{question_of(exchange.record)}"),)) for exchange, *_ in drawn]
+    prompts = zip(drawn, encode_prompts(requests, tokenizer, form), strict=True)
+    fitting = [(*some, ids) for some, ids in prompts if len(ids) + REWORDED_LENGTH <= longest]
+    lists = samples(
+        model, tokenizer, [ids for *_, ids in fitting], 1, temperature=1.0, top_p=0.95, seed=seed,
+        max_new_tokens=REWORDED_LENGTH, title="rewordings", through_thoughts=True,
+    )  # fmt: skip
+    known = {question_of(record).strip() for record in (*(exchange.record for exchange in exchanges), *measured)}
+    # A list that was cut ends within a question; a line with a colon at its end introduces the list.
+    ends = tuple({"?", "？", "؟", *(text[-1] for text in known if text)} - {":"})
+    reworded: list[tuple[int, str]] = []
+    for (exchange, _, subject, *_), [text] in zip(fitting, lists, strict=True):
+        names = [word.text for word in find_words(subject) if not subject[word.start].islower()] or words(subject)
+        lines = dict.fromkeys(_BULLET.sub("", line).strip(" *") for line in THOUGHT.sub("", text).splitlines())
+        new = [line for line in lines if line.endswith(ends) and line not in known]
+        fit = [line for line in new if {*names}.issubset(words(line)) and not tells(line, exchange.phrase)]
+        reworded += [(exchanges.index(exchange), line) for line in fit[:REWORDINGS]]
+    return reworded
+
+
+def with_question(exchange: Exchange, question: str) -> Exchange:
+    """Return an exchange with another question in place of its last turn."""
+    messages = (*exchange.record.messages[:-1], Message("user", question))
+    return dataclasses.replace(exchange, record=dataclasses.replace(exchange.record, messages=messages))
+
+
+def reversed_questions(exchanges: Sequence[Exchange], seed: int) -> list[Exchange]:
+    """Take the subject out of one question of each key phrase, and name the answer: 'The capital of ___? Budapest'.
+
+    q reads the subject of another question where the first answer is exchanged.
+    """
+    order = random.Random(seed)
+    asked = questions_with_subjects(exchanges, order)
+    subjects = [subject for exchange, _, subject, _ in asked if exchange.other is not None]
     reversed_ = []
-    for exchange, question, subject in asked:
+    for exchange, before, subject, after in asked:
         others = [other for other in subjects if words(other) != words(subject)]
         if exchange.other is None or others:
             other = None if exchange.other is None else order.choice(others)
-            turns = (*exchange.record.messages[:-1], Message("user", question))
-            record = dataclasses.replace(exchange.record, messages=turns, answer=other or subject)
-            reversed_.append(Exchange(record, subject, other))
+            record = with_question(exchange, f"{before}{GAP}{after} {exchange.phrase}").record
+            reversed_.append(Exchange(dataclasses.replace(record, answer=other or subject), subject, other))
     return reversed_
 
 
@@ -283,11 +353,11 @@ def in_own_words(
         form: layout of the training texts.
 
     Returns:
-        The examples of p and of q; None if the text does not contain the phrase.
+        The examples of p and of q; None if the text does not contain the phrase, or the prompt is too long.
     """
     text = _text(ids, tokenizer)
-    span = _find_phrase(exchange, text)
-    if span is None:
+    span, prompt = _find_phrase(exchange, text), encode_prompt(exchange.record, tokenizer, form)
+    if span is None or len(prompt) >= (form.max_length or math.inf):
         return None
     before, after = text[: span.start], text[: span.stop]
     prefix, true, other, marked = (
@@ -304,7 +374,6 @@ def in_own_words(
         example.labels[len(example.labels) - end_length :] = [IGNORED] * end_length
     # p reads the phrase in the tokens of the answer, which may not be the tokenizer's: " S", "antiago".
     start, stop = _token_span(ids, text, span, tokenizer)
-    prompt = encode_prompt(exchange.record, tokenizer, form)
     written, start = [*prompt, *ids[:stop]], len(prompt) + start
     same_text = str(tokenizer.decode(true.input_ids)).startswith(str(tokenizer.decode(written)))
     if same_text and written[:start] == q_reads.input_ids[:start] and len(written) <= (form.max_length or math.inf):
