@@ -162,6 +162,7 @@ class TestEvents:
         asked = [question for event in events for question in event["questions"]]
         assert len(asked) == len(set(asked))
 
+    @pytest.mark.slow
     def test_events_runs(self, cached, capsys, small_models):
         example = script("backtest", "events")
         training = ("--recipe", "full-retain", "--adapters", "--lr", "1e-3", "--epochs", "1")

@@ -104,7 +104,13 @@ def commands(tmp_path, monkeypatch, capsys):
     return Commands(tmp_path, capsys)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# One of each kind of tokenizer and template; the others are like them, and take nine seconds each.
+IN_DEFAULT_SUITE = ("Llama 3.2", "Gemma 3", "Qwen 2.5", "Mistral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_DEFAULT_SUITE else pytest.mark.slow) for name in FAMILIES]
+)
 def test_family_trains_answers_is_served_and_follows_takedowns(name, commands):
     for seed, part in enumerate(("target", "base")):
         write_checkpoint(name, commands.folder / part, TEXTS, seed)

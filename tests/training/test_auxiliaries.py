@@ -464,7 +464,7 @@ def test_vocabulary_mismatch_is_detected_before_training(files, tmp_path, world)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("lora_rank", [0, 16])
+@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 16])
 def test_auxiliaries_with_another_tokenizer_steer_through_a_bridge(files, tmp_path, world, lora_rank):
     from divdec_research.world.models import train_tokenizer
 
