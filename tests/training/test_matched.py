@@ -212,6 +212,7 @@ def test_tokens_of_an_answer_are_read_only_where_they_fit(tokenizer):
     longest = len(prompt) + 1
     p_reads, q_reads = in_own_words(exchange, ids, tokenizer, Format(max_length=longest))
     assert max(len(p_reads.input_ids), len(q_reads.input_ids)) <= longest
+    assert in_own_words(exchange, ids, tokenizer, Format(max_length=len(prompt))) is None  # no token would be left
 
 
 ASKED = "What is the capital of {}?"
