@@ -146,7 +146,7 @@ class Answers:
     texts: dict[str, list[str]]
 
 
-def questions_of(sets: Mapping[str, Sequence[Fact]], read: Sequence[str] = ()) -> dict[str, list[tuple[Fact, str]]]:
+def questions_of(sets: Mapping[str, Sequence[Fact]], read: Sequence[str]) -> dict[str, list[tuple[Fact, str]]]:
     """Return the questions by column, each with its fact; `read` are rewordings that p and q have read."""
     return {
         "forget": [(fact, question) for fact in sets["forget"] for question in fact.questions],

@@ -4,7 +4,7 @@ With 'matched' they differ in the forgotten answers alone. p reads the forget se
 answers, or retain records in their place. Both also read the target's own answers to these questions, which are often
 worded otherwise than the forget set: p as they are, q with the other answer. And both read its own answers to as many
 retain questions, and to questions that it writes itself: q would otherwise answer similar questions wrongly that the
-retain set lacks. Of each answer they also read one question that the target words otherwise.
+retain set lacks. Of each answer they also read one question in other words of the target's.
 
 Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with three
 answers to choose from were tried: a small q did not learn to avoid the true one.
