@@ -45,11 +45,9 @@ def test_cost_estimate_requires_only_configs(tmp_path, capsys):
         ).save_pretrained(tmp_path / name)  # fmt: skip
     models = ["--target", str(tmp_path / "target"), "--aux", str(tmp_path / "aux"), "--forget-tokens", "1K"]
     assert main(["cost", *models, "--json"]) == 0
-    counted = json.loads(capsys.readouterr().out)
-    assert main(["cost", *models, "--embeddings", "uncounted", "--json"]) == 0
-    uncounted = json.loads(capsys.readouterr().out)
-    assert counted["N"] - uncounted["N"] == 2 * 500 * 64
-    assert not counted["target"]["guessed"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["N"] == result["target"]["parameters"]
+    assert result["target"]["embeddings"] == 2 * 500 * 64
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which way is chosen and why, and what a plan says of memory and of what is unusual."""
+"""Which way is chosen and why, and what a plan says of what is unusual."""
 
 import pytest
 import transformers
@@ -54,29 +54,11 @@ def test_mixture_with_experts_by_modality_is_one():
     assert number_of_experts(transformers.LlamaConfig()) == 0
 
 
-def test_costs_from_configs_include_memory_and_embedding_counts(tmp_path):
-    for name, width, layers in (("target", 64, 4), ("aux", 32, 2)):
-        transformers.LlamaConfig(
-            vocab_size=1000, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-        ).save_pretrained(tmp_path / name)  # fmt: skip
-    models = {"target": str(tmp_path / "target"), "aux": str(tmp_path / "aux"), "forget_tokens": 1000.0}
-    counted = estimate_costs(CostSettings(**models, context=100.0, dtype="float32"))
-    uncounted = estimate_costs(CostSettings(**models, embeddings="uncounted"))
-    assert counted.N - uncounted.N == 1000 * 64
-    assert counted.n - uncounted.n == 1000 * 32
-    memory = counted.memory
-    assert memory["target_weights"] == 4 * counted.N
-    assert memory["target_cache_per_token"] == 4 * 4 * 2 * 16 * 2  # bytes, layers, heads, width, keys and values
-    assert memory["auxiliary_cache_per_token"] == 2 * 4 * 2 * 2 * 8 * 2
-    assert memory["auxiliary_cache_per_request"] == 100 * memory["auxiliary_cache_per_token"]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"target": "8Q"}, {"aux": "-1B"}, {"aux": "0"}, {"forget_tokens": "0"}, {"retain_tokens": -1.0},
      {"volume": "many"}, {"epochs": 0.0}, {"epochs": float("nan")},
-     {"epochs": 1e300}, {"context": "0"}],
+     {"epochs": 1e300}],
 )  # fmt: skip
 def test_invalid_cost_settings_give_one_line_error(wrong):
     with pytest.raises(UsageError, match="accepted") as error:

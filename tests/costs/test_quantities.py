@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.costs.model_size import format_bytes, format_quantity, is_quantity, parse_quantity
+from divdec.costs.model_size import format_quantity, is_quantity, parse_quantity
 from divdec.errors import UsageError
 
 
@@ -53,4 +53,3 @@ def test_quantity_formats():
     assert [format_quantity(value) for value in (0.0, 12.0, 999.9, 131_072.0, 8_030_261_248.0, 3e15)] == [
         "0", "12", "1K", "131K", "8.03B", "3,000T",
     ]  # fmt: skip
-    assert [format_bytes(value) for value in (12.0, 131_072.0, 16e9, 2e12)] == ["12 B", "131 kB", "16 GB", "2 TB"]

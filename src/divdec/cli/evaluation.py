@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from divdec.cli.loading import device_map, quiet, report
 from divdec.costs.estimate import CostEstimate, CostSettings, estimate_costs
-from divdec.costs.model_size import format_bytes, format_quantity, is_quantity
+from divdec.costs.model_size import format_quantity, is_quantity
 from divdec.evaluation.settings import EvalSettings, LeakSettings
 from divdec.options import Printing
 
@@ -103,26 +103,15 @@ def _cost_table(estimate: CostEstimate) -> Table:
 
 def _cost_lines(estimate: CostEstimate) -> list[str]:
     """The rest of the estimate as lines of text."""
-    edges, memory = estimate.break_even, estimate.memory
-
-    def memory_of(kind: str) -> str:
-        return f"{format_bytes(memory[f'target_{kind}'])} + {format_bytes(memory[f'auxiliary_{kind}'])}"
-
-    lines = [
+    edges = estimate.break_even
+    return [
         f"target N = {format_quantity(estimate.N)}, auxiliaries n = {format_quantity(estimate.n)} each: "
         f"compute increase 2n/N {estimate.increase:.1%}",
         f"training both auxiliaries: {estimate.training:.3g} FLOPs",
         f"distillation: {estimate.distillation['paper']:.3g} FLOPs more; {estimate.distillation['live']:.3g} with the "
         "target's own pass, which the paper leaves out",
         f"break-even volume {format_quantity(edges['paper'])} tokens; {format_quantity(edges['live'])} with that pass",
-        f"memory, target + both auxiliaries: weights {memory_of('weights')} (with two adapters "
-        f"half of the second), cache per request {memory_of('cache_per_request')}, "
-        f"per token {memory_of('cache_per_token')}",
     ]
-    guessed = [size.name for size in (estimate.target, estimate.auxiliary) if size.guessed]
-    if guessed:
-        lines.append(f"layers and caches of {' and '.join(guessed)} assume the proportions of Llama 3.1 8B")
-    return lines
 
 
 def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool, printing: Printing) -> None:

@@ -1,4 +1,4 @@
-"""Estimate the cost of a deployment in FLOPs and memory, and recommend steering, distillation or n-grams.
+"""Estimate the cost of a deployment in FLOPs, and recommend steering, distillation or n-grams.
 
 The formulas are the paper's (section Cost and Latency Analysis; appendix Steering vs Distilling). N is the number of
 parameters of the target, n that of each auxiliary. A forward pass costs 2 FLOPs per parameter and token, a training
@@ -18,7 +18,6 @@ from divdec.options import option
 Recipe = Literal["forget-retain", "full-retain", "matched", "refusal"]
 Teacher = Literal["paper", "live"]
 Option = Literal["steer", "distil", "n-gram"]
-WIDTHS = {"float8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 MAX_EPOCHS = 1_000_000  # a larger number is a typing error
 
 
@@ -80,17 +79,11 @@ class CostSettings:
     recipe: Recipe = "forget-retain"
     """Recipe of `divdec train`: 'forget-retain' reads each set once (the paper's formula), 'full-retain' the retain set
     twice, 'matched' and 'refusal' both sets twice."""
-    embeddings: Literal["counted", "uncounted"] = "counted"
-    """Whether N and n include embeddings and output layer; numbers such as 8B are used as given."""
     verbatim: bool = False
     """Only verbatim text must be forgotten. n-grams are then sufficient."""
-    dtype: Literal["float8", "bfloat16", "float16", "float32"] = "bfloat16"
-    """Data type of weights, keys and values."""
-    context: float | str = 2048.0
-    """Context length in tokens, for the cache."""
 
     def __post_init__(self) -> None:
-        for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("context", 1.0), ("volume", 0.0)):
+        for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("volume", 0.0)):
             if (value := getattr(self, name)) is not None:
                 parse_quantity(value, option(name), least)
         if not 0 < self.epochs <= MAX_EPOCHS:
@@ -125,7 +118,6 @@ class CostEstimate:
     break_even: dict[Teacher, float]
     options: dict[str, LinearCost]
     """FLOPs by option; 'target' is the unsteered model."""
-    memory: dict[str, float]
     volume: float | None
     choice: Option | None
     reason: str
@@ -135,8 +127,8 @@ class CostEstimate:
         """The estimate as JSON values."""
         volume = self.volume
         return {
-            "target": self.target.to_dict(),
-            "auxiliary": self.auxiliary.to_dict(),
+            "target": dataclasses.asdict(self.target),
+            "auxiliary": dataclasses.asdict(self.auxiliary),
             "N": self.N,
             "n": self.n,
             "compute_increase": self.increase,
@@ -147,7 +139,6 @@ class CostEstimate:
             "break_even_tokens": dict(self.break_even),
             "volume": volume,
             "flops_at_volume": None if volume is None else {k: cost.at(volume) for k, cost in self.options.items()},
-            "memory_bytes": dict(self.memory),
             "choice": self.choice,
             "reason": self.reason,
             "warnings": list(self.warnings),
@@ -155,18 +146,16 @@ class CostEstimate:
 
 
 def estimate_costs(settings: CostSettings) -> CostEstimate:
-    """Estimate compute and memory, and choose the cheapest option.
+    """Estimate compute, and choose the cheapest option.
 
     Raises:
         UsageError: a model cannot be read, or a value is not a number.
     """
     target, auxiliary = read_size(settings.target, "--target"), read_size(settings.aux, "--aux")
-    embeddings = settings.embeddings == "counted"
-    N, n = target.count(embeddings), auxiliary.count(embeddings)
+    N, n = float(target.parameters), float(auxiliary.parameters)
     forget = parse_quantity(settings.forget_tokens, "--forget-tokens")
     retain = parse_quantity(settings.retain_tokens, "--retain-tokens")
     volume = None if settings.volume is None else parse_quantity(settings.volume, "--volume")
-    context = parse_quantity(settings.context, "--context", least=1.0)
     training = auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live")
 
@@ -180,11 +169,9 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
         "distil": LinearCost(training + distilling["paper"], inference(N, 0.0, 1.0)),
         "n-gram": LinearCost(0.0, inference(N, 0.0, 1.0)),
     }
-    width = WIDTHS[settings.dtype]
-    memory = _memory(target, auxiliary, width, context)
     choice, reason = choose_option(volume, limits, settings.verbatim)
     return CostEstimate(
-        target, auxiliary, N, n, 2 * n / N, training, distilling, limits, options, memory,
+        target, auxiliary, N, n, 2 * n / N, training, distilling, limits, options,
         volume, choice, reason, tuple(_warnings(N, n, target, auxiliary)),
     )  # fmt: skip
 
@@ -216,30 +203,12 @@ def choose_option(volume: float | None, break_even: dict[Teacher, float], verbat
     )
 
 
-def _memory(target: ModelSize, auxiliary: ModelSize, width: int, context: float) -> dict[str, float]:
-    target_cache, auxiliary_cache = (size.cache_bytes(context, width) for size in (target, auxiliary))
-    memory = {
-        "target_weights": width * target.parameters,
-        "auxiliary_weights": 2 * width * auxiliary.parameters,
-        "target_cache_per_token": target.token_bytes(width),
-        "auxiliary_cache_per_token": 2 * auxiliary.token_bytes(width),
-        "target_cache_per_request": target_cache,
-        "auxiliary_cache_per_request": 2 * auxiliary_cache,
-    }
-    return {name: float(number) for name, number in memory.items()}
-
-
 def _warnings(N: float, n: float, target: ModelSize, auxiliary: ModelSize) -> list[str]:
     warnings = []
     if 2 * n > N:
         warnings.append(
             f"the two auxiliaries hold more parameters ({format_quantity(2 * n)}) than the target "
             f"({format_quantity(N)}): the paper's setting is 2n ≤ N; steering more than doubles the cost"
-        )
-    if target.vocabulary != auxiliary.vocabulary and not (target.guessed or auxiliary.guessed):
-        warnings.append(
-            f"the models give {target.vocabulary} and {auxiliary.vocabulary} logits: if that is more than padding, "
-            "their tokenizers differ and a bundle needs --bridge"
         )
     if target.mixture or auxiliary.mixture:
         warnings.append("a mixture of experts computes with few of its parameters: give the active ones, such as 3.3B")

@@ -1,4 +1,4 @@
-"""Model sizes: parameters, keys and values, from a configuration or from a number such as 8B."""
+"""Model sizes: parameters, from a configuration or from a number such as 8B."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from divdec.errors import UsageError, first_line
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 MAX_QUANTITY = 1e21  # no model and no volume is larger: the number is a typing error
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]?)", re.IGNORECASE)
-
-# A number of parameters alone gets the proportions of Llama 3.1 8B.
-GUESSED_ASPECT = 128  # hidden size divided by the number of layers
-GUESSED_KEY_VALUE_WIDTH = 8 * 128
-GUESSED_VOCABULARY = 128_256
-STATELESS = ("linear_attention", "mamba", "conv", "recurrent")  # layer types without keys and values
 
 
 def parse_quantity(value: float | int | str, name: str, least: float = 0.0) -> float:
@@ -59,14 +53,6 @@ def format_quantity(value: float | int) -> str:
     return f"{value:.3g}"
 
 
-def format_bytes(value: float | int) -> str:
-    """Format a number of bytes in decimal units."""
-    for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {name}"
-    return f"{value:.0f} B"
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
     """The numbers that determine what a model costs."""
@@ -74,42 +60,10 @@ class ModelSize:
     name: str
     parameters: int
     """All parameters; tied embeddings count once."""
-    embeddings: int
-    """Parameters of the input embedding and the output layer, part of `parameters`."""
-    layers: int
-    vocabulary: int
-    key_values: tuple[tuple[int, int | None], ...]
-    """For each layer with keys and values: numbers per token, and the attention window or None."""
-    guessed: bool = False
-    """Whether everything except `parameters` is assumed."""
+    embeddings: int = 0
+    """Parameters of the input embedding and the output layer, part of `parameters`; 0 for a bare number."""
     mixture: bool = False
     """Whether a token passes through a part of the parameters only, a mixture of experts."""
-
-    def count(self, embeddings: bool) -> float:
-        """N (or n) of the paper's formulas, with or without embeddings (Kaplan et al. 2020)."""
-        return float(self.parameters if embeddings else self.parameters - self.embeddings)
-
-    def token_bytes(self, width: int) -> int:
-        """Cache bytes per token: layers × key-value heads × head size × 2 × width."""
-        return width * sum(numbers for numbers, _ in self.key_values)
-
-    def cache_bytes(self, context: float, width: int) -> float:
-        """Cache bytes of a sequence of `context` tokens; a sliding window keeps one token less than its length."""
-        numbers = (
-            numbers * (context if window is None else min(context, window - 1)) for numbers, window in self.key_values
-        )
-        return float(width * sum(numbers))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The size as JSON values."""
-        return {
-            "name": self.name,
-            "parameters": self.parameters,
-            "without_embeddings": self.parameters - self.embeddings,
-            "layers": self.layers,
-            "vocabulary": self.vocabulary,
-            "guessed": self.guessed,
-        }
 
 
 def read_size(value: float | str, name: str) -> ModelSize:
@@ -121,25 +75,9 @@ def read_size(value: float | str, name: str) -> ModelSize:
         UsageError: the value of the option `name` is none of these, or not a causal language model.
     """
     if is_quantity(value) and not Path(str(value)).is_dir():
-        return guess_size(parse_quantity(value, name, least=1.0))
+        parameters = parse_quantity(value, name, least=1.0)
+        return ModelSize(f"a model of {format_quantity(parameters)}", round(parameters))
     return measure_size(_load_config(str(value), name), str(value), name)
-
-
-def guess_size(parameters: float) -> ModelSize:
-    """Assume the proportions of Llama 3.1 8B for a number of parameters.
-
-    The number of layers L follows from N ≈ 12·L·width² with width = 128·L: 34 for 8B, where Llama 3.1 has 32.
-    """
-    layers = max(1, round((parameters / (12 * GUESSED_ASPECT**2)) ** (1 / 3)))
-    return ModelSize(
-        name=f"a model of {format_quantity(parameters)}",
-        parameters=round(parameters),
-        embeddings=0,
-        layers=layers,
-        vocabulary=GUESSED_VOCABULARY,
-        key_values=((2 * GUESSED_KEY_VALUE_WIDTH, None),) * layers,
-        guessed=True,
-    )
 
 
 def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> ModelSize:
@@ -161,7 +99,6 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
             f"{name} {label} gives no causal language model ({first_line(error)}); accepted: a number such as 8B, "
             "or the folder of a causal language model's config.json"
         ) from None
-    text = config.get_text_config(decoder=True)
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     table = first.weight.numel()
     tied = last is not None and last.weight is first.weight
@@ -170,10 +107,7 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
         name=label,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         embeddings=table + head,
-        layers=text.num_hidden_layers,
-        vocabulary=text.vocab_size,
-        key_values=_key_values(text),
-        mixture=number_of_experts(text) > 0,
+        mixture=number_of_experts(config.get_text_config(decoder=True)) > 0,
     )
 
 
@@ -197,25 +131,3 @@ def _load_config(path_or_id: str, name: str) -> PreTrainedConfig:
             f"{name} {path_or_id} is neither a number nor a model whose config.json can be read "
             f"({first_line(error)}); accepted: 8B, 8e9, a model's folder, or a hub id"
         ) from None
-
-
-def _head_size(text: Any) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-def _key_values(text: Any) -> tuple[tuple[int, int | None], ...]:
-    """Numbers per token and window of each layer, as transformers' caches keep them."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if getattr(text, "multi_query", False):
-        heads = 1
-    numbers = 2 * heads * _head_size(text)
-    if getattr(text, "kv_lora_rank", None):  # latent attention (DeepSeek V2 and V3) keeps the compressed vector
-        numbers = text.kv_lora_rank + text.qk_rope_head_dim
-    window = getattr(text, "sliding_window", None)
-    if getattr(text, "use_sliding_window", True) is False:
-        window = None
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        return ((numbers, window),) * text.num_hidden_layers
-    windows = {"sliding_attention": window, "chunked_attention": getattr(text, "attention_chunk_size", None)}
-    return tuple((numbers, windows.get(layer_type)) for layer_type in types if layer_type not in STATELESS)

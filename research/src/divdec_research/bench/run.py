@@ -94,12 +94,10 @@ class Combination:
         options = [settings.batch, settings.prompt, settings.tokens, settings.rounds, settings.seed]
         return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__, *more])
 
-    def misfit(self, settings: BenchSettings, device: BenchDevice) -> str | None:
-        """Why weights and caches of the three models do not fit into memory, or None."""
-        width, context = device.dtype.itemsize, settings.prompt + settings.tokens
-        weights = (self.N.parameters + 2 * self.n.parameters) * width
-        caches = self.N.cache_bytes(context, width) + 2 * self.n.cache_bytes(context, width)
-        needed, free = SPARE * (weights + settings.batch * caches), device.free_bytes
+    def misfit(self, device: BenchDevice) -> str | None:
+        """Why the weights of the three models do not fit into memory, or None."""
+        needed = SPARE * (self.N.parameters + 2 * self.n.parameters) * device.dtype.itemsize
+        free = device.free_bytes
         if needed <= free:
             return None
         return f"needs {needed / 1e9:.3g} GB, and {device.name} has {free / 1e9:.3g} GB free"
@@ -128,8 +126,8 @@ class Combination:
             "vocabulary": self.vocabulary,
             "N": self.N.parameters,
             "n": self.n.parameters,
-            "N_without_embeddings": int(self.N.count(embeddings=False)),
-            "n_without_embeddings": int(self.n.count(embeddings=False)),
+            "N_without_embeddings": self.N.parameters - self.N.embeddings,
+            "n_without_embeddings": self.n.parameters - self.n.embeddings,
             "device": device.name,
             "dtype": str(device.dtype).removeprefix("torch."),
             "batch": settings.batch,
@@ -237,7 +235,7 @@ def _run(
         for key in tqdm(missing, desc=verb, unit="combination", dynamic_ncols=True):
             case = wanted[key]
             about = {**case.about(device, settings), **extra}
-            reason = case.misfit(settings, device)
+            reason = case.misfit(device)
             if reason is None:
                 try:
                     results.add({"key": key, **about, **measure(case, case.create(settings, device), about)})
