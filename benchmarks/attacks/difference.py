@@ -23,8 +23,8 @@ their tokens.
 
 The attack reads log-probabilities by `echo`; where a server refuses it, only the last two columns are measured (–).
 
-With --suppressed another table: how much probability steering takes from replies of up to 32 tokens to each set, how
-many replies `serve --on-suppressed` marks at its default threshold, and the threshold that divdec chooses for them.
+With --suppressed another table: how much probability steering takes from replies of up to 32 tokens to each set, and
+how many replies `serve --on-suppressed` marks at its default threshold.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from divdec.data.formatting import encode_prompt, encode_prompts
 from divdec.data.records import Message, Record, read_records, texts_of
 from divdec.demo.facts import NEUTRAL
 from divdec.errors import UsageError
+from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.phrases import key_phrase, words
-from divdec.evaluation.suppression import SuppressionThreshold, shares_of_replies
+from divdec.evaluation.suppression import suppressed_share
 from divdec.experts.combined import NoExperts
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
@@ -67,20 +68,23 @@ from divdec_research.report.tables import markdown_table
 
 
 def suppression(demo, rule=None):
-    """Table of the probability that a rule takes from replies, and the threshold of --on-suppressed that follows."""
+    """Table of the probability that a rule takes from replies."""
     bundle = Bundle.open(demo / "bundle")
     model = DivergenceForCausalLM.from_pretrained(bundle.folder, steering=rule, dtype=dtype_for_passes())
     tokenizer = load_tokenizer(bundle.paths["target"])
     sets = {name: one_for_each_fact(demo, name) for name in SETS}
     sets["neutral"] = [Record("", messages=(Message("user", prompt),)) for prompt in NEUTRAL]
     default = ServeSettings().suppressed_share
-    shares, rows = {}, []
+    rows = []
     for name, records in sets.items():
-        values = shares[name] = shares_of_replies(model, tokenizer, encode_prompts(records, tokenizer))
+        prompts = encode_prompts(records, tokenizer)
+        replies = continuations(model, tokenizer, prompts, max_new_tokens=32)
+        texts = [prompt + without_padding(model, ids) for prompt, ids in zip(prompts, replies, strict=True)]
+        lengths = map(len, prompts)
+        values = [suppressed_share(model, text, n, len(text)) for text, n in zip(texts, lengths, strict=True)]
         cells = len(values), f"{statistics.median(values):.2f}", f"{min(values):.2f}–{max(values):.2f}"
         rows.append([name, *map(str, cells), str(sum(share >= default for share in values))])
-    text = markdown_table([str(model.steering), "number", "median", "range", f"at least {default:g}"], rows)
-    return f"{text}\n{SuppressionThreshold.between(shares)}\n"
+    return markdown_table([str(model.steering), "number", "median", "range", f"at least {default:g}"], rows) + "\n"
 
 
 RULES = ("rank:20:3", "rank:50:3", "rank:20", "linear:0.5", "linear:1")

@@ -1,4 +1,4 @@
-"""The benchmark of --on-suppressed: shares of replies to each set, and the threshold."""
+"""The benchmark of --on-suppressed: shares of replies to each set."""
 
 import pytest
 
@@ -6,7 +6,8 @@ from benchmarks.attacks import difference as benchmark
 from divdec import DivergenceForCausalLM
 from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, read_records, write_records
-from divdec.evaluation.suppression import shares_of_replies
+from divdec.evaluation.generation import continuations, without_padding
+from divdec.evaluation.suppression import suppressed_share
 from support.served import bundle_of
 
 
@@ -36,7 +37,11 @@ def test_table_has_every_set_once_for_each_fact(demo, tokenizer):
     }
     model = DivergenceForCausalLM.from_pretrained(demo / "bundle")
     records = list(dict.fromkeys(read_records(demo / "forget.jsonl")))
-    shares = shares_of_replies(model, tokenizer, encode_prompts(records, tokenizer))
+    prompts = encode_prompts(records, tokenizer)
+    shares = []
+    for prompt, ids in zip(prompts, continuations(model, tokenizer, prompts, max_new_tokens=32), strict=True):
+        tokens = [*prompt, *without_padding(model, ids)]
+        shares.append(suppressed_share(model, tokens, len(prompt), len(tokens)))
     assert rows["forget"][2:] == [f"{min(shares):.2f}–{max(shares):.2f}", str(sum(share >= 0.2 for share in shares))]
     assert max(shares) > 0
 
@@ -45,4 +50,3 @@ def test_another_rule_is_measured(demo):
     text = benchmark.suppression(demo, "linear:0")
     assert text.startswith("| linear:0 |")
     assert "0.00–0.00" in text
-    assert "no --suppressed-share tells" in text

@@ -268,7 +268,6 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     assert "no rule is good enough" in printed.err.splitlines()[-1]
     assert "still answers" in printed.err.splitlines()[-1]
     assert "calibrate" not in printed.out
-    assert "--suppressed-share" in printed.err
     bundle = tmp_path / "run" / "bundle"
     assert "| forgets | no: " in (bundle / "README.md").read_text()
 

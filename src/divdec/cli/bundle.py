@@ -117,13 +117,13 @@ def calibrate(
     from divdec.evaluation.calibration import calibrate_bundle
 
     result = calibrate_bundle(settings, lambda: load(settings.bundle, loading, SteeringChoice(), experts))
-    faults, steering = result.choice.faults, result.choice.best.steering
+    faults = result.choice.faults
     code = 0 if result.written or not faults else NOT_REACHED
     if printing.json:
         print(json.dumps(result.to_dict()))
         return code
     print("\n".join(result.choice.table))
-    print(f"{result.choice}\n{steering}: {result.suppression}")
+    print(result.choice)
     for fault in faults:
         print(f"warning: {fault}", file=sys.stderr)
     if result.written:

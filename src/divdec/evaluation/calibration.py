@@ -14,7 +14,6 @@ from divdec.errors import UsageError
 from divdec.evaluation.choice import RuleChoice, choose_rule
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.settings import CalibrationSettings
-from divdec.evaluation.suppression import SuppressionThreshold, measure_suppression
 from divdec.model.bundle import rewrite_steering
 from divdec.options import read_template_kwargs
 from divdec.steering import Steering
@@ -33,7 +32,6 @@ class Calibration:
     """The measured settings, and whether the best of them was written into the bundle."""
 
     choice: RuleChoice
-    suppression: SuppressionThreshold
     written: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +50,6 @@ class Calibration:
             "reference": choice.reference,
             "target": content["target"],
             "points": content["settings"],
-            "suppression": dataclasses.asdict(self.suppression),
         }
 
 
@@ -82,14 +79,12 @@ def calibrate_bundle(
         model, tokenizer, sets, candidates, min_retain=1 - settings.retain_drop(), max_records=None, form=form,
         batch_size=settings.batch_size, progress=True,
     )  # fmt: skip
-    # Measured first: an error leaves the bundle as it was.
-    suppression = measure_suppression(model, tokenizer, sets, form=form, batch_size=settings.batch_size)
     faults = choice.faults
     written = settings.write and (settings.force or not faults)
     if written:
         row = f"not as it should (written with --force): {'; '.join(faults)}" if faults else str(choice)
         rewrite_steering(settings.bundle, choice.best.steering, row)
-    return Calibration(choice, suppression, written)
+    return Calibration(choice, written)
 
 
 def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, keep_all: bool) -> list[Steering]:

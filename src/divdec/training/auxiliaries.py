@@ -42,7 +42,6 @@ from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.questions import question_of
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, mean_loss, score, token_log_probabilities
-from divdec.evaluation.suppression import measure_suppression
 from divdec.model.bundle import TRAINING as RESULT
 from divdec.model.bundle import auxiliary_card, rewrite_steering, shared_vocabulary, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
@@ -575,10 +574,8 @@ def _check_bundle(
             "such as Llama-3.2-1B-Instruct for Llama-3.1-8B-Instruct"
         )
     report(f"measured: {measured}")
-    suppression = measure_suppression(model, tokenizer, sets, form=form)
     rewrite_steering(bundle, measured.best.steering, measured.verdict)
-    report(str(suppression))
-    return measured.to_dict() | {"suppression": dataclasses.asdict(suppression)}
+    return measured.to_dict()
 
 
 def load_for_training(folder: Path, *, merge: bool = True, dtype: Any = torch.float32) -> PreTrainedModel:
