@@ -579,5 +579,6 @@ def test_unsupported_devices_are_rejected(bundle, devices, message, capsys):
 
 def test_multiple_processes_are_rejected(bundle, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main("generate", bundle, "--prompt", "a") == 2
-    assert "2 processes were started" in capsys.readouterr().err
+    for arguments in (("generate", bundle, "--prompt", "a"), ("eval", "leak", bundle, "--data", "a", "--output", "b")):
+        assert main(*arguments) == 2
+        assert "2 processes were started" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from divdec.costs.estimate import CostEstimate, CostSettings, estimate_costs
 from divdec.costs.model_size import format_quantity, is_quantity
 from divdec.evaluation.settings import EvalSettings, LeakSettings
 from divdec.options import Printing
+from divdec.runs import check_one_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,15 +124,12 @@ def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool
         all_figures: print all metrics.
         printing: format of the figures.
     """
-    from divdec.evaluation.generation import is_main, sharded
     from divdec.evaluation.run import evaluate
 
+    check_one_process()
     quiet()
-    with sharded():
-        suite = read()
-        results = evaluate(settings, suite, device_map(settings.device), report=report)
-        if not is_main():
-            return
+    suite = read()
+    results = evaluate(settings, suite, device_map(settings.device), report=report)
     if printing.json:
         for result in results:
             print(json.dumps({"name": result.name, **result.about, "figures": result.figures}))

@@ -1,28 +1,19 @@
-"""Batches of an evaluation: shared by processes, and answered with the model's own `generate`.
-
-torchrun's processes share an evaluation within `sharded`; other code may evaluate in one of several processes. Batches
-are those of a single process, so that every item's figures are the same to the bit.
-"""
+"""Batches of an evaluation, answered with the model's own `generate`."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from divdec.data.formatting import Format, encode_prompts, left_padded, padding_id
 from divdec.data.records import Record
 from divdec.decoding.generation import plain_decoding
-from divdec.errors import FailedClosed, UsageError
+from divdec.errors import UsageError
 from divdec.passes import device_of
 
 if TYPE_CHECKING:
@@ -37,9 +28,6 @@ THOUGHTS = (
     ("<|channel|>analysis", "<|channel|>final"),
 )  # fmt: skip
 """How checkpoints mark the beginning and the end of a thought before an answer."""
-T = TypeVar("T")
-_TIMEOUT = timedelta(days=30)  # a process waits for the slowest as long as that one lives
-_ranks: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("ranks", default=(0, 1))
 
 
 def answers(
@@ -86,8 +74,7 @@ def continuations(
         max_new_tokens: longest continuation.
         batch_size: prompts in a batch; they are grouped by length.
         title: title of the progress bar; None shows none.
-        seed: seeds torch's generators before every batch, so that a batch depends neither on earlier batches nor on
-            the process.
+        seed: seeds torch's generators before every batch, so that a batch does not depend on earlier batches.
         through_thoughts: give replies that hold a thought and no end `MAX_THOUGHT` more tokens, so that a model that
             thinks first answers, too.
         known: continuations that need no passes, such as those of `unchanged_answers`; None for each other prompt.
@@ -130,26 +117,20 @@ def continuations(
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": padding, **options}
     if options.get("stop_strings"):
         options["tokenizer"] = tokenizer
-    hidden = title is None or not is_main()
-
-    def own_batches() -> dict[int, list[int]]:
-        outputs: dict[int, list[int]] = {}
-        bar = tqdm(total=len(order), desc=title, unit="answer", disable=hidden, dynamic_ncols=True)
-        with torch.inference_mode(), plain_decoding(model), bar:
-            for start in own(range(0, len(order), batch_size)):
-                if seed is not None:
-                    torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
-                batch = order[start : start + batch_size]
-                input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
-                output = model.generate(  # pyright: ignore[reportCallIssue]
-                    input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **options
-                )
-                outputs.update(zip(batch, output[:, input_ids.shape[1] :].tolist(), strict=True))
-                bar.update(len(batch) * number_of_processes())
-        return outputs
-
-    outputs = together(own_batches)
-    return [outputs[index] for index in range(len(prompts))]
+    by_index: dict[int, list[int]] = {}
+    bar = tqdm(total=len(order), desc=title, unit="answer", disable=title is None, dynamic_ncols=True)
+    with torch.inference_mode(), plain_decoding(model), bar:
+        for start in range(0, len(order), batch_size):
+            if seed is not None:
+                torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
+            batch = order[start : start + batch_size]
+            input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
+            output = model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **options
+            )
+            by_index.update(zip(batch, output[:, input_ids.shape[1] :].tolist(), strict=True))
+            bar.update(len(batch))
+    return [by_index[index] for index in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -248,69 +229,3 @@ def samples(
         )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
     return [texts[start : start + count] for start in range(0, len(texts), count)]
-
-
-@contextlib.contextmanager
-def sharded() -> Iterator[None]:
-    """Share the evaluations in the block between all processes, which must all enter it."""
-    number = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if number == 1:
-        yield
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    initialize = not dist.is_initialized()
-    if initialize:
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-    token = _ranks.set((dist.get_rank(), number))
-    try:
-        yield
-    finally:
-        _ranks.reset(token)
-        if initialize:
-            dist.destroy_process_group()
-
-
-def is_main() -> bool:
-    """Whether this process writes files and prints."""
-    return _ranks.get()[0] == 0
-
-
-def number_of_processes() -> int:
-    """Number of processes that share the work."""
-    return _ranks.get()[1]
-
-
-def own(items: Iterable[T]) -> Iterator[T]:
-    """Select this process's share of the work: every n-th item."""
-    rank, number = _ranks.get()
-    return (item for index, item in enumerate(items) if index % number == rank)
-
-
-def together(work: Callable[[], dict[Any, T]]) -> dict[Any, T]:
-    """Merge the results of all processes, in all of them; an error in one is raised in all."""
-    return {key: value for results in exchange(work, number_of_processes()) for key, value in results.items()}
-
-
-def on_main(work: Callable[[], T]) -> T:
-    """Do work in the main process, and return its result, or raise its error, in all of them."""
-    results = exchange(lambda: work() if is_main() else None, number_of_processes())
-    return results[0]  # pyright: ignore[reportReturnType]
-
-
-def exchange(work: Callable[[], T], processes: int) -> Sequence[T]:
-    """Do work in every process, and return the results of all; an error in one is raised in all."""
-    if processes == 1:
-        return [work()]
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-    # Not every error can be pickled; ours can.
-    sent = error if error is None or isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error))
-    gathered: list[Any] = [None] * processes
-    dist.all_gather_object(gathered, (result, sent))
-    if (first := next((failed for _, failed in gathered if failed is not None), None)) is not None:
-        raise error or first
-    return [process_result for process_result, _ in gathered]

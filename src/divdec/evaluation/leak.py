@@ -22,7 +22,7 @@ from divdec.data.formatting import encode_prompt
 from divdec.data.records import Message, Record, RecordSet, checked_text, json_rows, read_records, read_text
 from divdec.endpoint import Endpoint
 from divdec.errors import UsageError
-from divdec.evaluation.generation import continuations, ends_in_thought, is_main, on_main, samples
+from divdec.evaluation.generation import continuations, ends_in_thought, samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
 from divdec.evaluation.questions import QuestionFormat, question_of
@@ -174,7 +174,7 @@ def evaluate_attack(
     limit = max(ks)
     transcripts = [_Transcript(record) for record in records]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
-    hidden = title is None or not is_main()
+    hidden = title is None
     with tqdm(total=limit * len(records), desc=title, unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
         open_items, thinking = list(range(len(records))), 0
         while open_items:
@@ -318,9 +318,8 @@ class _Transcript:
 
     def add(self, turns: Sequence[tuple[str, str]], judge: Judge, *, stop: bool) -> None:
         """Judge answers and add them; with `stop`, none after the first leak."""
-        # In one process for all: the next prompts depend on it, and not every judge is deterministic.
         answers = [answer for _, answer in turns]
-        verdicts = on_main(lambda: judge.leaks(self.about["question"], self.about["truth"], answers))
+        verdicts = judge.leaks(self.about["question"], self.about["truth"], answers)
         for (prompt, answer), leaked in zip(turns, verdicts, strict=True):
             self.attempts.append({"prompt": prompt, "answer": answer, "leaked": leaked})
             if stop and leaked:
@@ -375,7 +374,7 @@ class LeakSuite:
         for setting, results in zip(model.settings, earlier, strict=True):
             subject = model.under(setting), model.tokenizer, records
             if settings.attack_prompts != "none" and ATTACK not in results.items:
-                self.prompts = self.prompts or on_main(self._prompts)
+                self.prompts = self.prompts or self._prompts()
                 title = f"attacks {results.name}"
                 _merge(results, evaluate_attack(*subject, self.prompts, self.judge, title=title, **options))
                 save(earlier)

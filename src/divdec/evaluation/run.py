@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
 from divdec.errors import UsageError
-from divdec.evaluation.generation import is_main, number_of_processes, on_main
 from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
@@ -75,15 +74,10 @@ def evaluate(
 ) -> list[Results]:
     """Evaluate every model under every setting, and write the results after every stage; the same call resumes.
 
-    Within `divdec.evaluation.generation.sharded` the processes that torchrun has started share the work; one of them
-    writes and reports progress, and all return the same results.
-
     Raises:
         UsageError: an option cannot be used.
     """
     started = time.perf_counter()
-    if number_of_processes() > 1 and device_map == "auto":
-        raise UsageError("--device spread takes all GPUs for one process; start one, or leave it out")
     output = Path(settings.output).expanduser()
     register_models()
     runs = _model_runs(settings, output)
@@ -97,22 +91,17 @@ def evaluate(
     files = (SUMMARY, ITEMS, *suite.outputs)
     folders = [folder.relative_to(output) for run in runs for folder in run.folders]
     stale = [(folder / file).as_posix() for folder in folders for file in files]
-    run_folder = RunFolder.open(
-        output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale, on_main=on_main
-    )
+    run_folder = RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
     with run_folder:
         all_results: list[Results] = []
         for step, run in enumerate(runs, start=1):
-            if is_main():
-                report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
-            results = on_main(
-                lambda run=run: [
-                    read_results(folder)
-                    if (folder / SUMMARY).is_file()
-                    else Results("", settings.suite, split=settings.split)
-                    for folder in run.folders
-                ]
-            )
+            report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
+            results = [
+                read_results(folder)
+                if (folder / SUMMARY).is_file()
+                else Results("", settings.suite, split=settings.split)
+                for folder in run.folders
+            ]
             model = run.load(settings, device_map)
             for setting_results, folder, steering in zip(results, run.folders, run.steering, strict=True):
                 setting_results.name = folder.name
@@ -123,10 +112,9 @@ def evaluate(
             save = functools.partial(_save, run=run, suite=suite, settings=settings, output=output)
             all_results += suite.evaluate(evaluated, earlier=results, save=save)
         seconds = round(time.perf_counter() - started, 1)
-        if is_main():
-            figures = {results.name: results.figures for results in all_results}
-            single = {"result": all_results[0].about} if len(all_results) == 1 else {}
-            run_folder.finish(seconds=seconds, figures=figures, **single)
+        figures = {results.name: results.figures for results in all_results}
+        single = {"result": all_results[0].about} if len(all_results) == 1 else {}
+        run_folder.finish(seconds=seconds, figures=figures, **single)
         return all_results
 
 
@@ -183,8 +171,6 @@ def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
 def _save(
     all_results: Sequence[Results], *, run: _ModelRun, suite: Suite, settings: EvalSettings, output: Path
 ) -> None:
-    if not is_main():
-        return
     for results, folder in zip(all_results, run.folders, strict=True):
         folder.mkdir(parents=True, exist_ok=True)
         suite.write(results, folder)

@@ -23,7 +23,6 @@ from transformers import Cache
 from divdec.data.formatting import IGNORED, Example, padded
 from divdec.decoding.cache import holds_tokens
 from divdec.errors import UsageError
-from divdec.evaluation.generation import is_main, number_of_processes, own, together
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.passes import logits_of, new_cache, takes_cache
 from divdec.steering import Steering, check_k, mask_ineligible
@@ -296,18 +295,14 @@ def _score(
         if all(label == IGNORED for label in example.labels[1:]):
             raise UsageError(f"item {index}: it has no labelled token to score")
 
-    def own_items() -> dict[tuple[int, int], ItemScore]:
-        scores: dict[tuple[int, int], ItemScore] = {}
-        with torch.inference_mode():
-            for indices, logits, labels in _passes(examples, forward, cache, batch_size, title):
-                for setting, rows in enumerate(_label_rows(logits, labels, steer, moments)):
-                    start = 0
-                    for index, count in zip(indices, (labels != IGNORED).sum(dim=1).tolist(), strict=True):
-                        scores[setting, index] = _item_score(index, rows[start : start + count])
-                        start += count
-        return scores
-
-    scores = together(own_items)
+    scores: dict[tuple[int, int], ItemScore] = {}
+    with torch.inference_mode():
+        for indices, logits, labels in _passes(examples, forward, cache, batch_size, title):
+            for setting, rows in enumerate(_label_rows(logits, labels, steer, moments)):
+                start = 0
+                for index, labelled in zip(indices, (labels != IGNORED).sum(dim=1).tolist(), strict=True):
+                    scores[setting, index] = _item_score(index, rows[start : start + labelled])
+                    start += labelled
     return [[scores[setting, index] for index in range(len(examples))] for setting in range(count)]
 
 
@@ -318,7 +313,7 @@ def _passes(
     batch_size: int,
     title: str | None,
 ) -> Iterator[tuple[list[int], Sequence[Tensor], Int[Tensor, "batch positions"]]]:
-    """Run the models over every example, or over this process's share of them.
+    """Run the models over every example.
 
     Without a cache, or with one from which rows cannot be selected, a prompt is read again for every answer. Yields the
     indices of the examples in a pass, the outputs of `forward` at its last positions, and the labels of the tokens that
@@ -332,12 +327,11 @@ def _passes(
             groups.setdefault(tuple(example.input_ids[: max(example.prompt_length - 1, 0)]), []).append(index)
         shared = [(prompt, indices) for prompt, indices in groups.items() if len(indices) > 1 and prompt]
     alone = set(range(len(examples))).difference(*(indices for _, indices in shared))
-    hidden = title is None or not is_main()
-    with tqdm(total=len(examples), desc=title, unit="item", disable=hidden, dynamic_ncols=True) as bar:
+    with tqdm(total=len(examples), desc=title, unit="item", disable=title is None, dynamic_ncols=True) as bar:
         batches = _batches(alone, lambda index: len(examples[index].input_ids), batch_size)
-        for indices in own(part for batch in batches for part in _fitting(batch, examples)):
+        for indices in (part for batch in batches for part in _fitting(batch, examples)):
             yield indices, *_run(forward, [examples[index] for index in indices])
-            bar.update(len(indices) * number_of_processes())
+            bar.update(len(indices))
         # Prompts in one pass have one length. Padding on the left would not do: architectures differ in where positions
         # begin and what shifts them.
         shared.sort(key=lambda group: len(group[0]))
@@ -346,7 +340,7 @@ def _passes(
             for _, same_length in itertools.groupby(shared, key=lambda group: len(group[0]))
             for batch in _batches(same_length, lambda group: 0, batch_size)
         )
-        for batch in own(batches):
+        for batch in batches:
             cache, prompts = new_cache(), torch.tensor([prompt for prompt, _ in batch])  # pyright: ignore[reportOptionalCall]
             start = prompts.shape[1]
             forward(prompts, torch.ones_like(prompts), None, cache, 1)
@@ -358,7 +352,7 @@ def _passes(
                     Example(examples[index].input_ids[start:], examples[index].labels[start:]) for index in indices
                 ]
                 yield indices, *_run(forward, answers, _select_rows(cache, rows), start)
-                bar.update(len(indices) * number_of_processes())
+                bar.update(len(indices))
 
 
 def _run(

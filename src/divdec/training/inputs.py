@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -18,8 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from divdec.checkpoint import CheckpointReference, check_plain, check_weights, load_config
 from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
-from divdec.errors import UsageError
-from divdec.evaluation.generation import exchange
+from divdec.errors import FailedClosed, UsageError
 from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_distinctive, key_phrase, words
 from divdec.evaluation.questions import question_of
 
@@ -46,8 +46,22 @@ def join_processes(report: Report) -> tuple[PartialState, Report]:
 def on_main(work: Callable[[], T]) -> T:
     """Do work in the main process of those that joined, and return its result, or raise its error, in all of them."""
     state = PartialState()
-    results = exchange(lambda: work() if state.is_main_process else None, state.num_processes)
-    return results[0]  # pyright: ignore[reportReturnType]
+    if state.num_processes == 1:
+        return work()
+    result, error = None, None
+    if state.is_main_process:
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+    # Not every error can be pickled; ours can.
+    sent = error if error is None or isinstance(error, UsageError | FailedClosed) else RuntimeError(repr(error))
+    gathered: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(gathered, (result, sent))
+    result, sent = gathered[0]
+    if sent is not None:
+        raise error or sent
+    return result
 
 
 def resolve_trainable(reference: str, role: str) -> Path:

@@ -24,7 +24,7 @@ import regex
 from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import Message, Record
 from divdec.errors import UsageError
-from divdec.evaluation.generation import continuations, is_main
+from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.questions import QuestionFormat, continuation, decoded, token_ids
 from divdec.evaluation.results import Results, write_results
@@ -243,7 +243,7 @@ class RwkuSuite(BenchmarkSuite):
             absent |= {_attack_metric(kind): f"{kind} in forget_level3.jsonl" for kind in kinds}
         reasons = {metric: f"there is no {name}, or none about these people" for metric, name in absent.items()}
         run_stages(stages, earlier, compute_figures, reasons, save)
-        for results in earlier if self.settings.screen and is_main() else ():
+        for results in earlier if self.settings.screen else ():
             best = ", ".join(f"{row['subject']} {row['score']:.2f}" for row in rank_subjects(results)[:10])
             self.report(f"{results.name} knows best: {best} (all: {SCREEN})")
         return earlier

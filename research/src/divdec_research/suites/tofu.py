@@ -17,7 +17,7 @@ from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_pass
 from divdec.data.formatting import IGNORED
 from divdec.data.records import Record
 from divdec.errors import UsageError
-from divdec.evaluation.generation import continuations, is_main, own, together
+from divdec.evaluation.generation import continuations
 from divdec.evaluation.metrics import attack_auc, membership_scores
 from divdec.evaluation.questions import decoded
 from divdec.evaluation.results import Results, numbered, write_results
@@ -223,11 +223,10 @@ def _load_fluency(checkpoint: str | None, report: Callable[[str], None]) -> Flue
     try:
         return Fluency(FLUENCY_CLASSIFIER)
     except UsageError:
-        if is_main():
-            report(
-                f"fluency is left out: its classifier {FLUENCY_CLASSIFIER} cannot be loaded, neither from the local "
-                "Hugging Face cache nor from the hub; give another one with --fluency"
-            )
+        report(
+            f"fluency is left out: its classifier {FLUENCY_CLASSIFIER} cannot be loaded, neither from the local "
+            "Hugging Face cache nor from the hub; give another one with --fluency"
+        )
         return None
 
 
@@ -370,12 +369,7 @@ class _TofuRun:
             model = self.model.under(setting and dataclasses.replace(setting, fill="soft"))
             for name in ("forget", "holdout"):
                 examples = self.form.encode([question.record for question in self.data.sets[name]])
-                norms = together(
-                    lambda model=model, examples=examples: {
-                        index: gradient_norm(model, example) for index, example in own(enumerate(examples))
-                    }
-                )
-                results.items[f"mia_gradnorm.{name}"] = numbered([norms[index] for index in sorted(norms)])
+                results.items[f"mia_gradnorm.{name}"] = numbered(gradient_norm(model, each) for each in examples)
 
     def compute_reference_attack(self, model: PreTrainedModel) -> None:
         """Compute the difference between the loss and that of a model that has not seen the answers."""
@@ -515,10 +509,7 @@ class Fluency:
     def probabilities(self, texts: Sequence[str], *, max_length: int, batch_size: int = 32) -> list[float]:
         """Compute the probability that each text is fluent, from its first `max_length` tokens."""
         starts = range(0, len(texts), batch_size)
-        batches = together(
-            lambda: {start: self._batch(texts[start : start + batch_size], max_length) for start in own(starts)}
-        )
-        return [value for start in starts for value in batches[start]]
+        return [p for start in starts for p in self._batch(texts[start : start + batch_size], max_length)]
 
     def _batch(self, texts: Sequence[str], max_length: int) -> list[float]:
         batch = self.tokenizer(list(texts), return_tensors="pt", padding=True, truncation=True, max_length=max_length)
