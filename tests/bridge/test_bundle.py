@@ -105,8 +105,8 @@ def test_commands_work_with_bridged_bundle(models, tmp_path, capsys):
     code = main(["calibrate", str(bundle), *sets, "--sweep", "linear:0.5,1", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (3 if found["faults"] else 0)
-    assert found["leak_check"]["asked"] == 4
-    assert found["chosen"].startswith("linear:")
+    assert found["asked"] == 4
+    assert found["best"].startswith("linear:")
 
 
 def test_an_unknown_field_of_the_bridge_is_refused(models, tmp_path):

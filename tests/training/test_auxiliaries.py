@@ -285,14 +285,15 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--json"]) == 3
     result = json.loads(capsys.readouterr().out)
-    assert result["leak_check"]["steered"] == result["leak_check"]["asked"] == 12
+    assert result["asked"] == 12
+    assert [row["leaked"] for row in result["settings"] if row["steering"] == result["best"]] == [1.0]
     assert not result["written"]
     again = ["calibrate", str(bundle), *sets, "--reference", "none", "--neutral", files["retain"], "--json"]
     assert main([*again, "--sweep", "linear:1,2", "--write"]) == 3
     result = json.loads(capsys.readouterr().out)
     assert "still answers 100% of the forget set" in result["faults"][0]
-    assert (result["reference"], result["written"]) == ({}, False)
-    assert [(point["unchanged"] is None, "aucs" in point) for point in result["points"]] == [(False, False)] * 2
+    assert ("reference" in result, result["written"]) == (False, False)
+    assert [(point["unchanged"] is None, "aucs" in point) for point in result["settings"]] == [(False, False)] * 2
     assert (bundle / "config.json").read_bytes() == before
     assert main([*calibrate, "--write", "--force"]) == 0
     assert "although it was measured not to forget" in capsys.readouterr().out

@@ -155,11 +155,13 @@ def test_calibrate_finds_setting_matching_retrained_model(shared, steered, tmp_p
     )  # fmt: skip
     assert main(*arguments, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["chosen"] == "linear:1"
+    assert result["best"] == "linear:1"
     assert result["faults"] == []
-    assert result["leak_check"]["steered"] == result["leak_check"]["retain_auxiliary"]
-    assert result["points"][2]["distance"] == pytest.approx(0, abs=1e-3)
-    assert result["points"][0]["distance"] > 0.1
+    rows = result["settings"]
+    best = next(row for row in rows if row["steering"] == "linear:1")
+    assert best["leaked"] == result["guessed"]
+    assert rows[2]["distance"] == pytest.approx(0, abs=1e-3)
+    assert rows[0]["distance"] > 0.1
     assert main(*arguments[:-5], "--sweep", "linear:2", "--write") == 3
     assert "linear:2 is the mildest of its rule" in capsys.readouterr().err
     assert str(DivergenceForCausalLM.from_pretrained(steered).steering) == "linear:1"

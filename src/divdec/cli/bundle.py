@@ -116,18 +116,17 @@ def calibrate(
     """
     from divdec.evaluation.calibration import calibrate_bundle
 
-    result = calibrate_bundle(settings, lambda: load(settings.bundle, loading, SteeringChoice(), experts))
-    faults = result.choice.faults
-    code = 0 if result.written or not faults else NOT_REACHED
+    choice, written = calibrate_bundle(settings, lambda: load(settings.bundle, loading, SteeringChoice(), experts))
+    code = 0 if written or not choice.faults else NOT_REACHED
     if printing.json:
-        print(json.dumps(result.to_dict()))
+        print(json.dumps(choice.to_dict() | {"written": written}))
         return code
-    print("\n".join(result.choice.table))
-    print(result.choice)
-    for fault in faults:
+    print("\n".join(choice.table))
+    print(choice)
+    for fault in choice.faults:
         print(f"warning: {fault}", file=sys.stderr)
-    if result.written:
-        measured = ", although it was measured not to forget" if faults else ""
+    if written:
+        measured = ", although it was measured not to forget" if choice.faults else ""
         print(f"written into {settings.bundle}{measured}")
     elif settings.write:
         print(f"nothing was written into {settings.bundle}: train a better pair, or give --force", file=sys.stderr)

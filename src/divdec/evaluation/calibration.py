@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from divdec.data.formatting import Format
 from divdec.data.records import read_records
@@ -27,36 +27,13 @@ SWEEP = ("linear:0.25,0.5,0.75,1,1.25,1.5,1.75,2,2.5,3,4", "rank:1,2,5,10,20,50,
 """The default candidates of `--reference q`, mild before strong."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """The measured settings, and whether the best of them was written into the bundle."""
-
-    choice: RuleChoice
-    written: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        choice, content = self.choice, self.choice.to_dict()
-        return {
-            "chosen": content["best"],
-            "faults": content["faults"],
-            "written": self.written,
-            "leak_check": {
-                "asked": choice.asked,
-                "steered": round((choice.best.leaked or 0.0) * choice.asked),
-                "retain_auxiliary": round(choice.guessed * choice.asked),
-                "unanswered": round(choice.best.unanswered * choice.asked),
-            },
-            "reference": choice.reference,
-            "target": content["target"],
-            "points": content["settings"],
-        }
-
-
 def calibrate_bundle(
     settings: CalibrationSettings, load: Callable[[], tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]]
-) -> Calibration:
+) -> tuple[RuleChoice, bool]:
     """Measure the settings of a sweep, choose one, and write it into the bundle if that is asked for.
+
+    Returns:
+        The measured settings, and whether the best of them was written.
 
     Raises:
         UsageError: a set cannot be read, a setting does not fit the bundle, or the bundle does not load or cannot be
@@ -84,7 +61,7 @@ def calibrate_bundle(
     if written:
         row = f"not as it should (written with --force): {'; '.join(faults)}" if faults else str(choice)
         rewrite_steering(settings.bundle, choice.best.steering, row)
-    return Calibration(choice, written)
+    return choice, written
 
 
 def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, keep_all: bool) -> list[Steering]:

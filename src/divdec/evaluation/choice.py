@@ -295,6 +295,7 @@ class RuleChoice:
             "target": self.target.to_dict(),
             "settings": [row.to_dict() for row in self.settings],
             "best": str(self.best.steering),
+            "asked": self.asked,
             "guessed": self.guessed,
             "q_perplexity": self.q_perplexity,
             "noise": dict(zip(map(str, NOISE_LEVELS), self.noise, strict=False)),
