@@ -100,9 +100,9 @@ def template_prompts(question: str, answer: str, count: int, seed: int = 0) -> l
 
 
 def prompts_from_file(path: str | Path, questions: Sequence[str]) -> list[list[str]]:
-    """Read attack prompts from JSON lines: {"question": …, "prompts": […]} or {"index": …, "prompts": […]}.
+    """Read attack prompts from JSON lines: {"question": …, "prompts": […]}.
 
-    An index counts questions from 0. Each question gets its prompts in the file's order, without duplicates.
+    Each question gets its prompts in the file's order, without duplicates.
 
     Raises:
         UsageError: the file is missing, a line is malformed (with its number), or a question has no prompts.
@@ -110,22 +110,19 @@ def prompts_from_file(path: str | Path, questions: Sequence[str]) -> list[list[s
     path = Path(path).expanduser()
     if not path.is_file():
         raise UsageError(f"prompt file {path} does not exist")
-    indices: dict[str, list[int]] = {}
-    for index, question in enumerate(questions):
-        indices.setdefault(question, []).append(index)
-    by_index: dict[int, list[str]] = {}
+    given: dict[str, list[str]] = {}
     for location, row in json_rows(path.name, read_text(path)):
-        prompts = _prompts_of(row, location)
-        for index in _indices_of(row, location, indices, len(questions)):
-            if index in by_index:
-                raise UsageError(f"{location}: question {index} has prompts already; give each question one line")
-            by_index[index] = prompts
-    if missing := [index for index in range(len(questions)) if index not in by_index]:
+        prompts, question = _prompts_of(row, location), row.get("question")
+        if question not in questions:
+            raise UsageError(f"{location}: {question!r} is none of the questions that are asked")
+        if question in given:
+            raise UsageError(f"{location}: {question!r} has prompts already; give each question one line")
+        given[question] = prompts
+    if missing := [question for question in questions if question not in given]:
         raise UsageError(
-            f"{path.name} has no prompts for {len(missing)} of {len(questions)} questions, "
-            f"the first of them number {missing[0]}: {questions[missing[0]]!r}"
+            f"{path.name} has no prompts for {len(missing)} of {len(questions)} questions, the first: {missing[0]!r}"
         )
-    return [by_index[index] for index in range(len(questions))]
+    return [given[question] for question in questions]
 
 
 def evaluate_attack(
@@ -276,25 +273,11 @@ class _Secret:
 def _prompts_of(row: Any, location: str) -> list[str]:
     prompts = row.get("prompts") if isinstance(row, Mapping) else None
     if not isinstance(prompts, list) or not prompts:
-        raise UsageError(f"{location}: expected an object with question (or index) and prompts, a list of texts")
+        raise UsageError(f"{location}: expected an object with question and prompts, a list of texts")
     for number, prompt in enumerate(prompts, start=1):
         if not isinstance(prompt, str) or not prompt.strip():
             raise UsageError(f"{location}: prompt {number} is empty or no text")
     return list(dict.fromkeys(checked_text(prompt, f"{location}: prompts") for prompt in prompts))
-
-
-def _indices_of(row: Mapping[str, Any], location: str, indices: Mapping[str, list[int]], total: int) -> list[int]:
-    if "index" in row:
-        index = row["index"]
-        if type(index) is not int or not 0 <= index < total:
-            raise UsageError(f"{location}: index is {index!r}; accepted: 0 to {total - 1}, the questions' numbers")
-        if "question" in row and index not in indices.get(row["question"], ()):
-            raise UsageError(f"{location}: question {index} is another one; the file belongs to another set")
-        return [index]
-    question = row.get("question")
-    if not isinstance(question, str) or question not in indices:
-        raise UsageError(f"{location}: {question!r} is none of the questions that are asked")
-    return indices[question]
 
 
 class _Transcript:
