@@ -10,9 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 PROBE_STEPS = 4  # training steps that are timed to convert minutes to steps
 HELD_OUT = 10  # every tenth text is held out
 IMPORTANCE_BATCHES = 4
-DECODED = 32  # tokens decoded to compare speeds
 UNFIT = (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 # Ends of the names of configuration fields whose lists have nothing to do with layers, whatever their length.
 NOT_PER_LAYER = ("_token_id", "_token_ids", "_tokens", "_indices", "architectures")
@@ -134,9 +131,8 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     cast_weights(small, saved_dtype)
     after = compare_with_target(small, target, batches(held_out))
     report(f"healed in {steps} steps: {after}" if steps else "not healed")
-    price = decoding_time(small) / decoding_time(cast_weights(target, saved_dtype))
     parameters = small.num_parameters() / target.num_parameters()
-    report(f"it has {parameters:.0%} of the target's parameters, and decoding takes {price:.0%} of its time per token")
+    report(f"it has {parameters:.0%} of the target's parameters")
     content = record(
         "shrink",
         settings,
@@ -148,7 +144,6 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
         before=dataclasses.asdict(before),
         after=dataclasses.asdict(after),
         parameters=parameters,
-        time_per_token=price,
     )
     with output_folder(output, settings.overwrite, made_by("shrink")) as temporary:
         small.save_pretrained(temporary)
@@ -334,18 +329,6 @@ def compare_with_target(
         count += len(labels)
     perplexity, targets = (losses / count).exp().tolist()
     return AgreementWithTarget(perplexity, targets, same / count)
-
-
-def decoding_time(model: PreTrainedModel) -> float:
-    """Return the seconds that a token takes, decoded greedily in a batch of one."""
-    prompt = torch.full((1, DECODED), 1, device=model.device)
-    options: Any = {"do_sample": False, "min_new_tokens": DECODED, "max_new_tokens": DECODED, "pad_token_id": 0}
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)  # pyright: ignore[reportCallIssue]
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds) / DECODED
 
 
 @dataclasses.dataclass
