@@ -55,9 +55,6 @@ def test_demo_writes_what_it_promises_and_claims_no_forgetting_without_it(tiny, 
     assert not questions["forget"] & questions["retain"]
     assert not questions["unlisted"] & (questions["forget"] | questions["retain"])
     assert set((output / "questions.txt").read_text().splitlines()) <= questions["forget"] | questions["retain"]
-    page = (output / "report.html").read_text()
-    assert all(row["steering"] in page for row in result["effects"]["settings"])
-    assert "<script" not in page
 
     def stops(*_, **__):
         raise Interrupted("stopped")
@@ -65,7 +62,6 @@ def test_demo_writes_what_it_promises_and_claims_no_forgetting_without_it(tiny, 
     monkeypatch.setattr(pretrained, "train_auxiliaries", stops)
     assert main(["demo", "--output", str(output)]) == 2  # an earlier result may be replaced, its base is used again
     assert "healing on" not in capsys.readouterr().out
-    assert (output / "report.html").read_text() == page
 
 
 def test_demo_without_smollm2_names_the_alternative(monkeypatch, tmp_path, capsys):

@@ -24,7 +24,6 @@ from divdec.demo.facts import ANSWER_LENGTH, NEUTRAL, Fact, ask, known_facts, no
 from divdec.errors import UsageError
 from divdec.model.bundle import rewrite_steering, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.page import write_page
 from divdec.runs import RunFolder, cache_folder, read_record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import FORGET, RETAIN, faults_of, train_auxiliaries
@@ -52,7 +51,7 @@ EXAMPLES = {"forget": 3, "reworded": 1, "retain": 1, "unlisted": 1}  # answers s
 
 
 def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Ask the target for capitals, train auxiliaries that forget some of them, measure, print, and write a report.
+    """Ask the target for capitals, train auxiliaries that forget some of them, measure, and print.
 
     Args:
         seed: seed of the split, the samples and the data order.
@@ -112,24 +111,11 @@ def _run_demo(folder: Path, seed: int, output: Path, console: Console) -> dict[s
         effects["best"]: measure(model, tokenizer, questions, expected),
     }
     examples = _examples(rows, questions, expected)
-    page = output / "report.html"
-    write_page(
-        page,
-        "pretrained.html",
-        title=f"divdec demo, seed {seed}",
-        lead=_lead(sets),
-        columns=COLUMNS,
-        note=NOTE,
-        rows=rows,
-        effects=trained["effects"],
-        faults=faults,
-        examples=examples,
-    )
     _print_tables(rows, examples, console)
     result = {
         "target": rows["target"].figures, "steered": rows[effects["best"]].figures, "steering": effects["best"],
         "faults": faults, "effects": effects, "seconds": round(time.perf_counter() - started, 1),
-        "report": str(page), "bundle": str(bundle),
+        "bundle": str(bundle),
     }  # fmt: skip
     write_json(output / "result.json", result)
     console.print(f"No rule is good enough: {'; '.join(faults)}" if faults else effects["summary"], highlight=False)
@@ -211,11 +197,9 @@ def _examples(
     for name, asked in questions.items():
         known = sorted(range(len(asked)), key=lambda index: (not asked[index][0].is_in(target[name][index]), index % 3))
         for index in known[: EXAMPLES[name]]:
-            fact, question = asked[index]
-            texts = [texts[name][index] for texts in (target, steered)]
-            shown.append({"set": name, "question": question, "answers": [(text, fact.is_in(text)) for text in texts]})
-    neutral_answers = [(text, False) for text in (expected[0], steered["neutral"][0])]
-    shown.append({"set": "neutral", "question": NEUTRAL[0], "answers": neutral_answers})
+            answers = [texts[name][index] for texts in (target, steered)]
+            shown.append({"set": name, "question": asked[index][1], "answers": answers})
+    shown.append({"set": "neutral", "question": NEUTRAL[0], "answers": [expected[0], steered["neutral"][0]]})
     return shown
 
 
@@ -232,8 +216,7 @@ def _print_tables(rows: Mapping[str, Answers], examples: Sequence[Mapping[str, A
     for head in ("question", *rows):
         side_by_side.add_column(head, overflow="fold", ratio=1)
     for item in examples:
-        texts = (escape(text) for text, _ in item["answers"])
-        side_by_side.add_row(escape(f"[{item['set']}] {item['question']}"), *texts)
+        side_by_side.add_row(escape(f"[{item['set']}] {item['question']}"), *map(escape, item["answers"]))
     console.print(side_by_side)
 
 
@@ -253,9 +236,8 @@ def _introduction(sets: Mapping[str, Sequence[Fact]]) -> str:
 
 def say_where(result: dict[str, Any], output: Path, console: Console) -> None:
     """Print where a demo's results are, and what to type next."""
-    report = f" Report: {result['report']}" if "report" in result else ""
     console.print(
-        f"{result['seconds']:.0f} s.{report}\n"
+        f"{result['seconds']:.0f} s.\n"
         f"Data and models for everything else: {output}\n"
         f"Talk to it: {_command()} chat {result['bundle']}",
         highlight=False, soft_wrap=True,
