@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import nn
 
 from divdec.checkpoint import (
     CheckpointReference,
@@ -53,7 +53,6 @@ from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation_loss import (
     Distillation,
-    Pieces,
     SteeredTeacher,
     plain_head,
     predicting,
@@ -189,28 +188,21 @@ class DistillationMetrics:
     def measure(self, model: PreTrainedModel) -> Figures:
         """Compute KL(teacher ‖ student) and both cross entropies of each set, at temperature 1 in every run."""
         teacher = dataclasses.replace(self.teacher, temperature=1.0, direction="teacher-student")
-        result: Figures = {}
-        for role, examples in self.sets.items():
-            sums, count = self._sums(model, examples, teacher.figures)
-            kl, student, teacher_entropy = (sums / count).tolist()
-            result[role] = {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher_entropy}
-        return result
-
-    def _sums(
-        self, model: PreTrainedModel, examples: Sequence[Example], pieces: Callable[[Mapping[str, Tensor]], Pieces]
-    ) -> tuple[Tensor, int]:
-        """Sums of figures over the labelled positions of a sample, and the number of positions."""
-        was_training = model.training
+        was_training, result = model.training, Figures()
         model.eval()
-        self.teacher.to(model.device)
-        sums, count = [], 0
-        indices = sample_indices(len(examples), SAMPLE, 0)
-        for batch in Collator(self.tokenizer).batches(examples, indices, self.batch_size, model.device):
-            with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=self.bfloat16):
-                sums.append(sum_over_positions(model, self.head, batch, pieces(batch)).double().cpu())
-            count += int(predicting(batch["labels"]).sum())
+        teacher.to(model.device)
+        for role, examples in self.sets.items():
+            sums, count = [], 0
+            indices = sample_indices(len(examples), SAMPLE, 0)
+            for batch in Collator(self.tokenizer).batches(examples, indices, self.batch_size, model.device):
+                with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=self.bfloat16):
+                    figures = sum_over_positions(model, self.head, batch, teacher.figures(batch))
+                sums.append(figures.double().cpu())
+                count += int(predicting(batch["labels"]).sum())
+            kl, student, teacher_entropy = (torch.stack(sums).sum(dim=0) / count).tolist()
+            result[role] = {"kl": kl, "cross_entropy": student, "teacher_cross_entropy": teacher_entropy}
         model.train(was_training)
-        return torch.stack(sums).sum(dim=0), count
+        return result
 
 
 @dataclasses.dataclass(frozen=True)

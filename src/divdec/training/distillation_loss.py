@@ -62,15 +62,8 @@ def divergence(
     student_logits = student_logits[..., : teacher_logits.shape[-1]]
     log_student = (student_logits.float() / temperature).log_softmax(dim=-1)
     log_teacher = (teacher_logits.float() / temperature).log_softmax(dim=-1)
-    return temperature**2 * _kl(log_teacher, log_student, direction)
-
-
-def _kl(
-    log_teacher: Float[Tensor, "some outcomes"], log_student: Float[Tensor, "some outcomes"], direction: Direction
-) -> Float[Tensor, " some"]:
-    """KL(p ‖ q) = Σ p·(log p − log q)."""
     p, q = (log_teacher, log_student) if direction == "teacher-student" else (log_student, log_teacher)
-    return (p.exp() * (p - q)).sum(dim=-1)
+    return temperature**2 * (p.exp() * (p - q)).sum(dim=-1)  # KL(p ‖ q)
 
 
 @runtime_checkable
