@@ -71,7 +71,7 @@ def commands(folder, bundle, checkpoints, output, batch_size):
     sets = ["--forget", folder / "forget.jsonl", "--retain", folder / "retain.jsonl", "--batch-size", batch_size]
     rate = ["--lr", "1e-3", "--epochs", "2"]
     train = ["train", "--base", checkpoints / "forget", *sets, *rate, "--output", output / "pair"]
-    distill = ["distill", bundle, *sets, *rate, "--evaluate-each-epoch", "--output"]
+    distill = ["distill", bundle, *sets, *rate, "--output"]
     return [
         list(map(str, command))
         for command in (train, [*distill, output / "student"], [*distill, output / "adapted", "--lora-rank", "2"])
@@ -108,9 +108,6 @@ def test_fsdp_training_matches_one_process(world, bundle, checkpoints, tmp_path)
         one, two = (json.loads((tmp_path / number / name / "run.json").read_text()) for number in ("one", "two"))
         for when in ("before", "after"):
             assert two[when]["forget"] == pytest.approx(one[when]["forget"], rel=1e-3)
-        assert [row["forget"]["kl"] for row in two["epochs"]] == pytest.approx(
-            [row["forget"]["kl"] for row in one["epochs"]], rel=1e-3
-        )
 
 
 @pytest.mark.slow

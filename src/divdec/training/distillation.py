@@ -44,7 +44,6 @@ from divdec.runs import (
     check_output,
     made_by,
     output_folder,
-    read_json,
     record,
     write_json,
     write_text,
@@ -74,7 +73,6 @@ from divdec.training.settings import DistillationSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EPOCHS = "epochs.json"
 SAMPLE = 256
 """Number of examples of a set that are measured, the same ones each time."""
 Figures = dict[str, dict[str, float]]
@@ -124,15 +122,6 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
     metrics = DistillationMetrics(teacher, head, job.tokenizer, job.sets, settings.batch_size, bfloat16)
     before, after = metrics.measure(student), Figures()
     report(_summarize("student before", before))
-    epochs: list[dict[str, Any]] = read_json(work / EPOCHS) if (work / EPOCHS).is_file() else []
-
-    def measure_epoch(model: PreTrainedModel, epoch: int) -> None:
-        figures = metrics.measure(model)
-        report(_summarize(f"epoch {epoch}", figures))
-        epochs[:] = [row for row in epochs if row["epoch"] < epoch] + [{"epoch": epoch, **figures}]
-        if state.is_main_process:
-            write_json(work / EPOCHS, epochs)
-
     student, result = fine_tune(
         student,
         job.tokenizer,
@@ -142,7 +131,6 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
         title="student",
         measure=False,  # it would hold whole logits
         objective=Distillation(teacher, head),
-        on_epoch=measure_epoch if settings.evaluate_each_epoch else None,
         on_end=lambda model: after.update(metrics.measure(model)),
     )
     report(_summarize("student after", after) + f", {result.steps} steps, {result.seconds:.0f} s")
@@ -156,7 +144,6 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
         output_layer="in pieces" if head is not None else "whole logits",
         before=before,
         after=after,
-        epochs=epochs if settings.evaluate_each_epoch else None,
     )
     if state.is_main_process:
         _save(job, student, content)

@@ -175,8 +175,6 @@ class DistillationSettings(DistillationLoss, ForgetData, SteeringChoice, Optimiz
     """Date for chat templates that contain a date. By default the template's date."""
     init_student: str | None = None
     """Checkpoint to start from instead of the bundle's target, such as the student of an earlier forget request."""
-    evaluate_each_epoch: Annotated[bool, RARE] = False
-    """Measure KL to the teacher and cross entropy after every epoch, on forget and retain set."""
 
     def __post_init__(self) -> None:
         Optimization.__post_init__(self)
