@@ -112,7 +112,7 @@ def calibrate(
     For example:
 
         divdec calibrate bundle --forget forget.jsonl --retain retain.jsonl \
-          --holdout holdout.jsonl --max-retain-drop 2% --write
+          --holdout holdout.jsonl --max-retain-drop 0.02 --write
     """
     from divdec.evaluation.calibration import calibrate_bundle
 

@@ -132,9 +132,8 @@ class CalibrationSettings(TrainingData, BundleArgument):
     sweep: tuple[str, ...] = ()
     """Settings to choose from, such as 'linear:1,1.5,2' and 'rank:5,20'. The default is twenty settings, or those of
     `divdec train` with --reference none."""
-    max_retain_drop: str | None = None
-    """Maximum relative loss of retain probability: a percentage, or a fraction such as 0.02. The default is 2%, or 5%
-    with --reference none."""
+    max_retain_drop: float | None = None
+    """Maximum relative loss of retain probability, such as 0.02. The default is 0.02, or 0.05 with --reference none."""
     write: bool = False
     """Write the chosen setting into the bundle if the measurement shows that it forgets."""
     force: Flag = False
@@ -160,7 +159,10 @@ class CalibrationSettings(TrainingData, BundleArgument):
             raise UsageError("--neutral is required with --reference none: text that steering should not change")
         if self.reference == "none" and self.holdout is not None:
             raise UsageError("--holdout is for --reference q: leave out one of --holdout and --reference none")
-        self.retain_drop()
+        if not 0 <= self.retain_drop() < 1:
+            raise UsageError(
+                f"--max-retain-drop is {self.max_retain_drop:g}; accepted: from 0 to below 1, such as 0.02"
+            )
 
     def sets(self) -> dict[str, str]:
         """Return the sources of the given sets by name."""
@@ -169,14 +171,5 @@ class CalibrationSettings(TrainingData, BundleArgument):
 
     def retain_drop(self) -> float:
         """Return the largest relative loss of retain probability that is accepted."""
-        text = self.max_retain_drop or ("2%" if self.reference == "q" else "5%")
-        number, percent, rest = text.strip().partition("%")
-        try:
-            value = float(number) / (100 if percent else 1)
-        except ValueError:
-            value = -1.0
-        if rest or not 0 <= value < 1:
-            raise UsageError(
-                f"--max-retain-drop is {text!r}; accepted: a percentage such as 2%, or a share such as 0.02"
-            )
-        return value
+        default = 0.02 if self.reference == "q" else 0.05
+        return default if self.max_retain_drop is None else self.max_retain_drop
