@@ -57,21 +57,13 @@ class QuestionFormat:
     def prompts(self, records: Sequence[Record]) -> list[list[int]]:
         """Tokenize the prompts, which do not depend on the answers."""
         questions = [dataclasses.replace(record, answer="") for record in records]
-        new = [record for record in dict.fromkeys(questions) if record not in self._prompts]
         if self.template == "chat":
-            ids = encode_prompts(new, self.tokenizer, self.chat_format)
-        else:
-            ids = [self.plain_ids(record)[: self.max_length] for record in new]
-        self._prompts.update(zip(new, ids, strict=True))
-        return [self._prompts[record] for record in questions]
+            return encode_prompts(questions, self.tokenizer, self.chat_format)
+        return [self.plain_ids(record)[: self.max_length] for record in questions]
 
     def prompt(self, record: Record) -> list[int]:
         """Tokenize the prompt of one record."""
         return self.prompts([record])[0]
-
-    @functools.cached_property
-    def _prompts(self) -> dict[Record, list[int]]:
-        return {}
 
     @functools.cached_property
     def chat_format(self) -> Format:
