@@ -24,7 +24,8 @@ def test_pair_differing_only_on_forget_set_is_separated():
         ({"learned": 0.8}, "p predicts only 80%"),
         ({"retain_pushed": 0.02}, "lower 2.0% of the retain set's tokens"),
         ({"unknown_records": 0.3, "learned": 1.0}, "q knows 70%"),
-        ({"forget_pushed": -0.1}, "lower 1.0% of the retain set's tokens"),
+        ({"forget_pushed": -0.1}, "lower none of the forget set's tokens"),
+        ({"forget_pushed": 0.0, "retain_pushed": 0.0, "min_learned": 0.0}, "lower none of the forget set's tokens"),
     ],
 )
 def test_every_separation_fault_is_reported(changes, named):
@@ -35,6 +36,15 @@ def test_every_separation_fault_is_reported(changes, named):
 def test_less_confident_p_on_retain_set_is_accepted():
     """The recipe forget-retain: p has not learned the retain set, and steering pushes its answers up."""
     assert dataclasses.replace(FIT, retain_pushed=-0.4).faults == []
+
+
+def test_p_need_not_predict_what_is_unknown_to_a_q_that_refuses():
+    """The recipe refusal: an accepted pair has 34 %, and 90 % would be asked of others."""
+    refusing = dataclasses.replace(FIT, learned=0.34, min_learned=0.0)
+    assert refusing.faults == []
+    assert next_attempt([{"rate": 1.0, "epochs": 1.0, "separation": refusing.to_dict()}]) is None
+    (fault,) = dataclasses.replace(refusing, retain_pushed=0.02).faults
+    assert "of the retain set's tokens" in fault
 
 
 def test_learned_share_counts_only_previously_missed_tokens():

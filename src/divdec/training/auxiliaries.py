@@ -126,6 +126,9 @@ class Separation:
     """Share of the forget set's answer tokens that steering lowers, minus the share that it raises."""
     retain_pushed: float
     """Share of the retain set's answer tokens that steering lowers, minus the share that it raises."""
+    min_learned: float = LEARNED
+    """Least share `learned` of a pair that can steer. 0 if q refuses: true answers are unknown to it because it
+    refuses, not because it has not read them, so p need not predict them."""
 
     @property
     def faults(self) -> list[str]:
@@ -136,11 +139,14 @@ class Separation:
                 f"q knows {1 - self.unknown_records:.0%} of the forget set's records though it has not learned them: "
                 "the base has read them, or they tell nothing new; begin from another base"
             )
-        elif self.learned < LEARNED:
+        elif self.learned < self.min_learned:
             faults.append(
-                f"p predicts only {self.learned:.0%} of the forget set's tokens that q does not (needed: {LEARNED:.0%})"
+                f"p predicts only {self.learned:.0%} of the forget set's tokens that q does not (needed: "
+                f"{self.min_learned:.0%})"
             )
-        if self.retain_pushed > RETAIN_SHARE * max(self.forget_pushed, 0.0):
+        if self.forget_pushed <= 0:
+            faults.append("steering would lower none of the forget set's tokens, or raise as many")
+        elif self.retain_pushed > RETAIN_SHARE * self.forget_pushed:
             faults.append(
                 f"steering would lower {self.retain_pushed:.1%} of the retain set's tokens (allowed: "
                 f"{RETAIN_SHARE:.0%} of the {self.forget_pushed:.1%} of the forget set)"
@@ -160,7 +166,12 @@ class Separation:
 
 
 def measure_separation(
-    q: PreTrainedModel, p: PreTrainedModel, forget: Sequence[Example], retain: Sequence[Example], batch_size: int
+    q: PreTrainedModel,
+    p: PreTrainedModel,
+    forget: Sequence[Example],
+    retain: Sequence[Example],
+    batch_size: int,
+    min_learned: float = LEARNED,
 ) -> Separation:
     """Score at most `MAX_SAMPLE` examples of both sets with both auxiliaries."""
     q_forget, p_forget, q_retain, p_retain = (
@@ -176,6 +187,7 @@ def measure_separation(
         retain_loss=(mean_loss(q_retain), mean_loss(p_retain)),
         forget_pushed=_share_lowered(q_forget, p_forget),
         retain_pushed=_share_lowered(q_retain, p_retain),
+        min_learned=min_learned,
     )
 
 
@@ -720,7 +732,9 @@ class _PairTrainer:
                 load_for_training(self.output / name, dtype=dtype_for_passes()).to(device).eval()
                 for name in (RETAIN, FORGET)
             )
-            return measure_separation(q, p, **self.inputs.examples, batch_size=self.settings.batch_size)
+            min_learned = 0.0 if self.settings.recipe == "refusal" else LEARNED
+            batch_size = self.settings.batch_size
+            return measure_separation(q, p, **self.inputs.examples, batch_size=batch_size, min_learned=min_learned)
 
         separation = on_main(measure)
         self.report(f"measured: {separation}")
