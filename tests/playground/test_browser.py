@@ -217,23 +217,3 @@ def test_show_target_displays_unsteered_output_with_label(browser, played_bundle
                 "() => document.querySelector('#dd-target .dd-answer') && !document.querySelector('.dd-wait')"
             )
             assert "UNSTEERED: the target alone" in page.inner_text("#dd-target")
-
-
-def test_takedown_can_be_added_and_withdrawn_in_browser(browser, played_bundle, registry):
-    text = "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat to it."
-    options = (played_bundle, "--port", 0, "--registry", registry.folder)
-    phone = {"width": 390, "height": 844}
-    with process("playground", *options) as (_, url), opened(browser, url, viewport=phone) as page:
-        page.get_by_role("tab", name="Takedown").click()
-        page.locator("#dd-text textarea").fill(text)
-        page.locator("#dd-id").locator("textarea, input").fill("case-17")
-        page.click("#dd-take-down")
-        page.wait_for_selector("#dd-requests td:has-text('case-17')")
-        assert "longest verbatim passage" in page.inner_text("#dd-effect")
-        assert [entry.id for entry in registry.entries()] == ["case-17"]
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= phone["width"]
-        page.locator("#dd-withdrawn input").click()
-        page.get_by_role("option", name="case-17").click()
-        page.click("#dd-withdraw")
-        page.wait_for_selector("text=No request is in force")
-        assert registry.entries() == []

@@ -78,13 +78,6 @@ def test_page_shows_target_only_with_show_target(controller, steered):
     assert "UNSTEERED: the target alone" in texts(page_of(with_target))
 
 
-def test_only_tabs_with_content_are_shown(controller, steered, registry):
-    assert "Takedown" not in texts(page_of(controller))
-    followed = Controller("tiny", steered, registry=registry)
-    assert "dd-take-down" in texts(page_of(followed))
-    assert "dd-curve" in texts(page_of(controller))
-
-
 def test_strength_slider_starts_above_zero(controller):
     alpha = slider(page_of(controller), "dd-alpha")
     assert alpha["minimum"] == 0.1

@@ -204,7 +204,6 @@ def playground(
     bundle: str,
     *,
     choice: SteeringChoice = SteeringChoice(),
-    registry: str | None = None,
     show_target: bool = False,
     turns: Turns = Turns(),
     max_new_tokens: int = 256,
@@ -222,7 +221,6 @@ def playground(
     Args:
         bundle: Bundle (a folder or hub id).
         choice: the initial rule.
-        registry: Folder of a takedown registry (`divdec takedown`). Adds a tab for takedown requests.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
         turns: what the conversation remembers.
         max_new_tokens: Maximum length of an answer in tokens.
@@ -256,7 +254,7 @@ def playground(
         kwargs = read_template_kwargs(turns.chat_template_kwargs)
         options = ChatOptions(turns.system_prompt, bool(turns.single_turn), max_new_tokens, seed, kwargs)
         target_host = host if show_target else None
-        controller = _load_bundle(bundle, loading, choice, registry, options, turns.single_turn, target_host)
+        controller = _load_bundle(bundle, loading, choice, options, turns.single_turn, target_host)
         serve(controller, host, socket)
     finally:
         socket.close()
@@ -266,20 +264,17 @@ def _load_bundle(
     bundle: str,
     loading: ModelLoading,
     choice: SteeringChoice,
-    registry: str | None,
     options: ChatOptions,
     single_turn: bool | None,
     target_host: str | None,
 ) -> Controller:
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
-    from divdec.takedowns.registry import Registry
 
-    model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice, registry=registry))
-    requests = None if registry is None else Registry(registry)
+    model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice))
     if single_turn is None:
         options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))
     steered = SteeredModel(model, tokenizer, options, reveal=target_host is not None)
     target = None if target_host is None else UnsteeredTarget(steered, target_host)
     name = Path(bundle).expanduser().resolve().name
-    return Controller(name, steered, target=target, registry=requests, examples=read_example_questions(bundle))
+    return Controller(name, steered, target=target, examples=read_example_questions(bundle))

@@ -18,7 +18,6 @@ from divdec.playground import rendering
 from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
 from divdec.playground.rendering import Conversation, escape
 from divdec.report.style import palette_css
-from divdec.takedowns.registry import Registry
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported
 
@@ -53,9 +52,6 @@ def build_page(controller: Controller) -> gr.Blocks:
                     _add_chat(controller, controls, curve_question)
                 with gr.Tab("Strength", render_children=True):
                     _add_curve(controller, controls, curve_question)
-                if controller.registry is not None:
-                    with gr.Tab("Takedown", render_children=True):
-                        _add_takedown(controller, controller.registry, controls, page)
             # Beside the tabs, where it stays when the tab changes.
             with gr.Column(scale=2, min_width=260):
                 for control in controls:
@@ -177,50 +173,15 @@ def _add_curve(controller: Controller, controls: list[Any], question: Any) -> No
     draw.click(_show_errors(draw_curve), [question, continuation, *controls], shown, **MODEL)
 
 
-def _add_takedown(controller: Controller, registry: Registry, controls: list[Any], page: gr.Blocks) -> None:
-    gr.HTML(
-        '<p class="dd-hint">A takedown request suppresses a text from the next answer on, whatever rule and strength '
-        "are set. The page then measures whether the target still recites it; paraphrases can remain. The request is "
-        "stored in the registry and applies to every model that follows it.</p>"
-    )
-    text = gr.Textbox(label="Text to take down", lines=5, max_lines=12, elem_id="dd-text")
-    with gr.Row():
-        request = gr.Textbox(label="Id of the request", placeholder="case-17", elem_id="dd-id")
-        reference = gr.Textbox(label="Reference (optional)", placeholder="letter of 3 May", elem_id="dd-reference")
-    add = gr.Button("Take down", variant="primary", elem_id="dd-take-down")
-    shown = gr.HTML("", elem_id="dd-effect")
-    table = gr.HTML("", elem_id="dd-requests")
-    with gr.Row():
-        withdrawn = gr.Dropdown([], label="Request to withdraw", elem_id="dd-withdrawn")
-        withdraw = gr.Button("Withdraw", elem_id="dd-withdraw")
-
-    def list_requests() -> tuple[Any, Any]:
-        choices = [entry.id for entry in registry.entries()]
-        return rendering.requests_html(registry), gr.update(choices=choices, value=None)
-
-    def take_down(text: str, request_id: str, reference: str, *values: Any) -> str:
-        return rendering.effect_html(controller.take_down(request_id, text, reference, ControlValues(*values)))
-
-    def remove(request_id: str | None) -> str:
-        registry.remove(request_id or "")
-        return f'<p class="dd-hint">{escape(request_id or "")} is withdrawn.</p>'
-
-    listing = {"fn": _show_errors(list_requests, 2), "inputs": None, "outputs": [table, withdrawn], **MODEL}
-    add.click(_show_errors(take_down), [text, request, reference, *controls], shown, **MODEL).then(**listing)
-    withdraw.click(_show_errors(remove), [withdrawn], shown, **MODEL).then(**listing)
-    page.load(**listing)
-
-
-def _show_errors(action: Callable[..., Any], outputs: int = 1) -> Callable[..., Any]:
-    """Wrap an action so that an error appears in its first output."""
+def _show_errors(action: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an action so that an error appears in its output."""
 
     @functools.wraps(action)
     def wrapped(*values: Any) -> Any:
         try:
             return action(*values)
         except Exception as error:
-            note = f'<p class="dd-note" role="alert">{escape(explain_error(error))}</p>'
-            return note if outputs == 1 else (note, *[gr.skip()] * (outputs - 1))
+            return f'<p class="dd-note" role="alert">{escape(explain_error(error))}</p>'
 
     return wrapped
 
@@ -233,7 +194,7 @@ def _unsteered_html(conversation: Conversation) -> str:
 class SecurityMiddleware:
     """Sets the security headers, and refuses requests of other origins.
 
-    Without the check of the origin, another site's page in the same browser could add and withdraw takedown requests.
+    Without the check of the origin, another site's page in the browser could change the strength and ask questions.
     """
 
     def __init__(self, app: ASGIApp) -> None:
