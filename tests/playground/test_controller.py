@@ -135,30 +135,6 @@ def test_target_output_requires_show_target(controller, steered):
     assert turn.answer == said
 
 
-def test_curve_includes_chosen_strength_and_excludes_zero(controller):
-    curve = controller.compute_curve(QUESTION, "Jasper Ashild was born in Calvessa.", ControlValues(alpha=1.55))
-    assert curve.alphas == tuple(sorted(curve.alphas))
-    assert (curve.alphas[0], curve.alphas[-1]) == (0.1, pytest.approx(4.0))
-    assert curve.chosen == 1.55
-    assert curve.chosen in curve.alphas
-
-
-def test_curve_matches_likelihood_at_each_strength(controller, steered):
-    question, words = QUESTION, "Jasper Ashild was born in Calvessa."
-    curve = controller.compute_curve(question, words, ControlValues(alpha=1.5))
-    assert min(curve.alphas) > 0
-    for index in (0, 7, -1):
-        steering = steered.controls.steering("linear", curve.alphas[index], 1)
-        assert curve.probabilities[index] == pytest.approx(
-            steered.likelihoods(question, words, [steering])[0], rel=1e-5
-        )
-
-
-def test_a_strength_of_zero_draws_no_curve(controller):
-    with pytest.raises(UsageError, match="would steer nothing"):
-        controller.compute_curve("Where?", "There.", ControlValues(alpha=0.0))
-
-
 def test_a_conversation_becomes_messages():
     talk = (Turn("one", (Token("a"), Token("b"))), Turn("two"))
     assert to_messages(talk) == (Message("user", "one"), Message("assistant", "ab"), Message("user", "two"))

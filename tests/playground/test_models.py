@@ -18,6 +18,7 @@ from divdec.playground.models import (
     UnsteeredTarget,
     compute_shifts,
 )
+from divdec.playground.rendering import Token
 from divdec.steering import Steering, steer_linear, steer_rank
 from support.exactness import assert_same_answer, assert_same_text
 
@@ -74,8 +75,6 @@ def test_steering_without_effect_generates_nothing(steered, steering):
         next(steered.answer(prompt, steering))
     with pytest.raises(UsageError, match="steers nothing"):
         steered.recolor(prompt, [], steering)
-    with pytest.raises(UsageError, match="steers nothing"):
-        steered.likelihoods("Where?", "Here", [ALPHA, steering])
 
 
 def test_generation_stops_when_steering_fails(steered):
@@ -125,7 +124,7 @@ def test_target_overflow_generates_nothing(steered, value):
         with pytest.raises(FailedClosed, match="not finite"):
             next(mine.answer(prompt, steering))
         with pytest.raises(FailedClosed, match="not finite"):
-            mine.likelihoods("Where?", "Here", [steering])
+            mine.recolor(prompt, [Token("Here", id=5)], steering)
 
 
 def test_target_probabilities_are_hidden_unless_enabled(steered):
@@ -150,25 +149,6 @@ def test_sampled_output_follows_seed(loaded):
 
     assert answer(1) == answer(1)
     assert len({tuple(answer(seed)) for seed in range(4)}) > 1
-
-
-def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
-    words = "Jasper Ashild was born in Calvessa."
-    (result,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
-    prompt = steered.encode_prompt(QUESTION)
-    answer = steered.tokenizer(words, add_special_tokens=False).input_ids
-    model = copy.deepcopy(steered.model)
-    model.steering = ALPHA
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    expected = logits.gather(-1, torch.tensor(answer)[:, None]).mean().exp()
-    assert result == pytest.approx(float(expected), rel=1e-4)
-
-
-@pytest.mark.parametrize(("question", "words", "said"), [("", "x", "type a question"), ("x", "  ", "continuation")])
-def test_curve_requires_question_and_expected_text(steered, question, words, said):
-    with pytest.raises(UsageError, match=said):
-        steered.likelihoods(question, words, [ALPHA])
 
 
 def test_too_long_conversation_gives_one_line_error(steered):

@@ -86,17 +86,12 @@ def test_strength_slider_starts_above_zero(controller):
 
 def test_zero_strength_request_is_rejected(controller):
     calls = page_of(controller)["dependencies"]
-    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 5)
-    draw = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 1)
-    question, words = "Where was Jasper Ashild born?", "Jasper Ashild was born in Calvessa."
+    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 4)
+    question = "Where was Jasper Ashild born?"
     with served(controller) as client:
         refused = called(client, ask, [question, None, "linear", 0, 20, 0])
-        undrawn = called(client, draw, [question, words, "linear", 0, 20, 0])
-        drawn = called(client, draw, [question, words, "linear", 1.5, 20, 0])
-    for output in (refused, undrawn):  # by Gradio itself, whose own check comes before ours
-        assert output["error"] == "Value 0 is less than minimum value 0.1."
-        assert "data" not in output
-    assert "at strength 0.1" in texts(drawn)
+    assert refused["error"] == "Value 0 is less than minimum value 0.1."  # Gradio's own check comes before ours
+    assert "data" not in refused
 
 
 def test_page_loads_no_external_resources_and_rejects_other_hosts(controller):

@@ -1,4 +1,4 @@
-"""Actions of the page: questions, colours, the strength curve.
+"""Actions of the page: questions and colours.
 
 Clients can send any values; every rule comes from `SteeringControls`, so that no answer is unsteered.
 """
@@ -17,12 +17,11 @@ from typing import Any
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.playground.models import SteeredModel, UnsteeredTarget, is_number
-from divdec.playground.rendering import Conversation, StrengthCurve, Token, Turn
+from divdec.playground.rendering import Conversation, Token, Turn
 from divdec.steering import Steering
 
 UPDATE_INTERVAL = 0.08  # seconds between two updates of a growing answer
 MAX_TEMPERATURE = 2.0
-CURVE_POINTS = 61
 MAX_EXAMPLES = 12
 RETRY_HINT = "The text so far is kept; press “Answer again” to retry."
 
@@ -101,15 +100,6 @@ class Controller:
         except Exception as error:
             answers = _replace_last(answers, note=explain_error(error))
         yield _replace_last(answers, running=False)
-
-    def compute_curve(self, question: str, continuation: str, values: ControlValues) -> StrengthCurve:
-        """Compute a continuation's probability at all strengths that the page offers; errors as of `likelihoods`."""
-        controls = self.model.controls
-        low, high = controls.alpha_range
-        chosen = controls.steering("linear", values.alpha, values.k).alpha
-        alphas = sorted({*(low + (high - low) * index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)), chosen})
-        steerings = [controls.steering("linear", alpha, values.k) for alpha in alphas]
-        return StrengthCurve(tuple(alphas), tuple(self.model.likelihoods(question, continuation, steerings)), chosen)
 
     def _answer(self, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
         conversation = _replace_last(conversation, running=True)

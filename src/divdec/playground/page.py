@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from divdec.playground import rendering
-from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
+from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues
 from divdec.playground.rendering import Conversation, escape
 from divdec.report.style import palette_css
 
@@ -45,14 +44,9 @@ def build_page(controller: Controller) -> gr.Blocks:
     with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
         gr.HTML(header, elem_id="dd-header")
         controls = _create_controls(controller)
-        curve_question = gr.Textbox(label="Question", elem_id="dd-curve-question", lines=2, render=False)
         with gr.Row():
-            with gr.Column(scale=5, min_width=320), gr.Tabs():
-                with gr.Tab("Chat"):
-                    _add_chat(controller, controls, curve_question)
-                with gr.Tab("Strength", render_children=True):
-                    _add_curve(controller, controls, curve_question)
-            # Beside the tabs, where it stays when the tab changes.
+            with gr.Column(scale=5, min_width=320):
+                _add_chat(controller, controls)
             with gr.Column(scale=2, min_width=260):
                 for control in controls:
                     control.render()
@@ -88,8 +82,8 @@ def _create_controls(controller: Controller) -> list[Any]:
     return [rule, alpha, k, temperature]
 
 
-def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) -> None:
-    """Add the conversation; the strength curve begins with the last question."""
+def _add_chat(controller: Controller, controls: list[Any]) -> None:
+    """Add the conversation."""
     compares = controller.target is not None
 
     def steered_html(conversation: Conversation) -> str:
@@ -126,10 +120,10 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
         return steered_html(value), value, gr.update(interactive=running)
 
     def ask(text: str, value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
-        boxes: tuple[Any, ...] = ("", text.strip() or gr.skip())
+        box: Any = ""
         for growing in controller.ask(text, value, ControlValues(*values)):
-            yield *update(growing, busy=compares), *boxes
-            boxes = (gr.skip(), gr.skip())
+            yield *update(growing, busy=compares), box
+            box = gr.skip()
 
     def retry(value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
         for growing in controller.retry(value, ControlValues(*values)):
@@ -142,8 +136,7 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
     def recolor(value: Conversation, *values: Any) -> tuple[Any, ...]:
         return update(controller.recolor(value, ControlValues(*values)))[:2]
 
-    asked = [*outputs, question, curve_question]
-    running: list[Any] = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
+    running: list[Any] = [start(ask, [question, *inputs], [*outputs, question], **STREAM) for start in starts]
     running.append(again.click(retry, inputs, outputs, **STREAM))
     reset, cleared = [*outputs], ()
     if compares:
@@ -154,36 +147,6 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
     new.click(lambda: (*update(()), *cleared), None, reset, cancels=running, **INSTANT)
     for control in controls[:3]:
         control.change(recolor, inputs, outputs[:2], trigger_mode="always_last", **STREAM)
-
-
-def _add_curve(controller: Controller, controls: list[Any], question: Any) -> None:
-    gr.HTML(
-        '<p class="dd-hint">The probability of a continuation at every strength of the linear rule. A forgotten fact '
-        "should fall, a retained one should stay.</p>"
-    )
-    with gr.Row():
-        question.render()
-        continuation = gr.Textbox(label="Continuation", elem_id="dd-curve-continuation", lines=2)
-    draw = gr.Button("Draw the curve", variant="primary", elem_id="dd-draw")
-    shown = gr.HTML("", elem_id="dd-curve")
-
-    def draw_curve(question: str, continuation: str, *values: Any) -> str:
-        return rendering.curve_html(controller.compute_curve(question, continuation, ControlValues(*values)))
-
-    draw.click(_show_errors(draw_curve), [question, continuation, *controls], shown, **MODEL)
-
-
-def _show_errors(action: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an action so that an error appears in its output."""
-
-    @functools.wraps(action)
-    def wrapped(*values: Any) -> Any:
-        try:
-            return action(*values)
-        except Exception as error:
-            return f'<p class="dd-note" role="alert">{escape(explain_error(error))}</p>'
-
-    return wrapped
 
 
 def _unsteered_html(conversation: Conversation) -> str:
