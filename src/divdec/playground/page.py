@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from divdec.playground import rendering
 from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues
 from divdec.playground.rendering import Conversation, escape
-from divdec.report.style import palette_css
+from divdec.report.palette import palette_css
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported
 
