@@ -280,8 +280,8 @@ def test_remote_stop_strings_and_streaming(remote, url, bundle, tokenizer, promp
     assert len(answer.choices) < len(whole.choices) + 1
 
 
-def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models, tmp_path, world, prompts, local):
-    from divdec.remote.experts import describe_experts
+def test_experts_with_another_tokenizer_are_bridged(opened, url, models, tmp_path, world, prompts, local):
+    from divdec import write_bundle
     from divdec_research.world.models import train_tokenizer
     from support.served import trained
 
@@ -289,10 +289,12 @@ def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models,
     for seed, name in enumerate(("retain", "forget")):
         trained(other, world.corpus[seed::2], seed, 32, 2).save_pretrained(tmp_path / name)
         other.save_pretrained(tmp_path / name)
-    pair = [str(tmp_path / name) for name in ("retain", "forget")]
-    described = describe_experts(str(bundle), Steering.parse("rank:20"), *pair, bridge=True)
-    loaded, endpoint = LoadedExperts.load(described), Endpoint(f"{url}/v1", "plain")
-    target = opened(RemoteTarget(endpoint, loaded, described.steering, RemoteSettings(block=4)))
+    pair = {f"{name}_auxiliary": str(tmp_path / name) for name in ("retain", "forget")}
+    rule, target = "rank:20", str(models / "target")
+    bridged = write_bundle(tmp_path / "bridged", target=target, **pair, steering=rule, bridge=True)
+    written = Bundle.open(bridged, target=False)
+    loaded, endpoint = LoadedExperts.load(written), Endpoint(f"{url}/v1", "plain")
+    target = opened(RemoteTarget(endpoint, loaded, written.steering, RemoteSettings(block=4)))
 
     from divdec import DivergenceForCausalLM
 
