@@ -26,7 +26,6 @@ from cyclopts import (
     Parameter,
     RepeatArgumentError,
     Token,
-    UnknownCommandError,
     UnknownOptionError,
 )
 from cyclopts.config import Dict
@@ -55,11 +54,6 @@ INSTEAD = {
     "--learning-rate": "--lr",
     "--model": "the bundle's path as the first argument",
 }
-# Commands that another package of the project brings.
-ELSEWHERE = (
-    "baseline", "bench", "compare", "eval muse", "eval rwku", "eval tofu", "gradient-depth", "image", "results",
-    "world",
-)  # fmt: skip
 PACKAGES: dict[str, str] = {}  # the package that added a command, by the command's name
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
 DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")
@@ -216,9 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
-        command = " ".join((*chain, *unused[:1]))
-        if isinstance(error, UnknownCommandError) and command in ELSEWHERE:
-            return _fail(f"divdec: `{command}` is a command of divdec-research, which is not installed")
         return _fail(f"{name}: {_describe(_unknown_option(error) or error)} (`{name} --help` shows the options)")
     except (UsageError, FailedClosed) as error:
         return _fail(f"{name}: {error}")
