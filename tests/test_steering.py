@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from divdec import Steering, UsageError, steer_linear, steer_rank
 from divdec.errors import FailedClosed
-from divdec.evaluation.scoring import sweep
 from divdec.steering import FILLS
 from support import reference
 
@@ -118,16 +117,6 @@ def test_rank_rule_matches_stable_sort(target, divergence, data, fill, margin):
     assert steering.apply(target, divergence).isfinite().any()
 
 
-@settings(max_examples=200)
-@given(ROW, st.one_of(ROW, TIED_ROW), st.sampled_from([None, (0, 2, 3, 5, 6)]))
-def test_sweep_matches_individual_settings(target, divergence, vocabulary):
-    several = [Steering("rank", k=k, fill=fill, vocabulary=vocabulary) for k in (1, 4, 2) for fill in ("hard", "soft")]
-    several += [Steering(alpha=0.5, margin=margin, vocabulary=vocabulary) for margin in (None, 0.5)]
-    eligible = several[0].eligible(VOCAB)
-    for setting, logits in zip(several, sweep(several, target, divergence, eligible), strict=True):
-        assert torch.equal(logits, setting.apply(target, divergence, eligible))
-
-
 def test_rank_masks_match_hand_computed_values():
     target = torch.tensor([5.0, 4.0, 3.0, 2.0])
     divergence = torch.tensor([-1.0, 0.0, -1.0, -2.0])  # p prefers token 3 most, then 0 and 2 alike
@@ -172,8 +161,6 @@ def test_nan_divergence_does_not_return_target_logits():
         assert steering.apply(target[1:], divergence[1:]).isfinite().any()
         with pytest.raises(FailedClosed, match="NaN"):
             steering.apply(target, divergence)
-        with pytest.raises(FailedClosed, match="NaN"):
-            list(sweep([steering], target, divergence))
 
 
 @pytest.mark.parametrize("k", [0, -1, 4, 5])

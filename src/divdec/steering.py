@@ -75,8 +75,6 @@ def steer_rank(
     eligible: Bool[Tensor, " vocab"] | None = None,
     *,
     margin: float | None = None,
-    smallest: Float[Tensor, "... ordered"] | None = None,
-    largest: Float[Tensor, "... top"] | None = None,
 ) -> Float[Tensor, "... vocab"]:
     """Mask the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
 
@@ -92,8 +90,6 @@ def steer_rank(
         eligible: tokens that may be masked; None for all.
         margin: mask only those of the k tokens whose divergence is at most −margin (nats, for neural auxiliaries). The
             soft fill then raises no logit.
-        smallest: the first entries (more than k) of the eligible divergence in ascending order, if already known.
-        largest: the first entries (at least k) of the target's logits in descending order, if already known.
 
     Returns:
         Steered logits in float32; all NaN where the divergence contains NaN.
@@ -104,15 +100,12 @@ def steer_rank(
     target_logits, ranked = target_logits.float(), divergence.float()
     check_k(k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
     undefined = ranked.amax(dim=-1, keepdim=True).isnan()
-    ranked = mask_ineligible(ranked, eligible)
-    if smallest is None:
-        smallest = ranked.topk(k + 1, dim=-1, largest=False).values
+    if eligible is not None:
+        ranked = ranked.masked_fill(~eligible.to(ranked.device), math.inf)
+    smallest = ranked.topk(k + 1, dim=-1, largest=False).values
     kth, following = smallest[..., k - 1 : k], smallest[..., k : k + 1]
-    if fill == "soft":
-        largest = target_logits.topk(k, dim=-1).values if largest is None else largest
-        filling = largest[..., k - 1 : k]
-    else:
-        filling = torch.full_like(kth, -math.inf)
+    soft = fill == "soft"
+    filling = target_logits.topk(k, dim=-1).values[..., k - 1 :] if soft else torch.full_like(kth, -math.inf)
     if margin is not None:
         filling = torch.minimum(filling, target_logits)
     special = undefined | (kth == following)
@@ -128,13 +121,6 @@ def steer_rank(
     if margin is not None:
         masked = masked & (ranked <= -margin)
     return torch.where(masked, filling, target_logits).masked_fill(undefined, math.nan)
-
-
-def mask_ineligible(
-    divergence: Float[Tensor, "... vocab"], eligible: Bool[Tensor, " vocab"] | None
-) -> Float[Tensor, "... vocab"]:
-    """Set the divergence of ineligible tokens to +inf, so that the rank rule never selects them."""
-    return divergence if eligible is None else divergence.masked_fill(~eligible.to(divergence.device), math.inf)
 
 
 def check_k(k: int, eligible_size: int) -> None:
@@ -290,7 +276,6 @@ class Steering:
         target_logits: Float[Tensor, "... vocab"],
         divergence: Float[Tensor, "... vocab"],
         eligible: Bool[Tensor, " vocab"] | None = None,
-        **order: Tensor | None,
     ) -> Float[Tensor, "... vocab"]:
         """Steer the target's logits by this rule.
 
@@ -298,7 +283,6 @@ class Steering:
             target_logits: ℓ_P, of any floating dtype.
             divergence: log q − log p over the same vocabulary.
             eligible: `self.eligible(vocab_size)`, if the caller has it already.
-            **order: `smallest` and `largest` of `steer_rank`, if the caller has them already.
 
         Returns:
             Steered logits in float32.
@@ -308,7 +292,7 @@ class Steering:
         """
         if self.rule == "rank":
             eligible = self.eligible(target_logits.shape[-1]) if eligible is None else eligible
-            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin, **order)
+            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin)
         else:
             steered = steer_linear(target_logits, divergence, self.alpha, margin=self.margin, full=self.full)
         # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.
