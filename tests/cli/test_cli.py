@@ -124,14 +124,12 @@ def test_prompts_are_used_verbatim(bundle, capsys):
 
 
 @pytest.mark.parametrize("extra", [(), ("--logprobs",), ("--temperature", "1")])
-def test_speculation_gives_same_output_and_reports_statistics(bundle, capsys, extra):
+def test_speculation_gives_same_output(bundle, capsys, extra):
     options = ("generate", bundle, "--prompt", "Who?", "Where was she born?", "--max-new-tokens", 8, *extra)
     answers = {}
-    for speculative in ((), ("--speculative", 2, "--statistics"), ("--speculative", "auto")):
+    for speculative in ((), ("--speculative", 2), ("--speculative", "auto")):
         assert main(*options, *speculative) == 0
-        output = capsys.readouterr()
-        answers[speculative] = output.out
-        assert ("drafter retain" in output.err) == ("--statistics" in speculative)
+        answers[speculative] = capsys.readouterr().out
     plain, two, auto = answers.values()
     if "--temperature" not in extra:
         assert_same_lines(plain, two)
@@ -273,12 +271,11 @@ def test_rank_vocabulary_is_preserved_when_strength_changes(own_checkpoints, tmp
 
 def test_chat_speculates(bundle, monkeypatch, capsys):
     said = []
-    for options in ((), ("--speculative", "auto", "--statistics")):
+    for options in ((), ("--speculative", "auto")):
         monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\nAnd then?\n/quit\n"))
         assert main("chat", bundle, "--max-new-tokens", 6, *options) == 0
         said.append(capsys.readouterr())
     assert said[0].out == said[1].out
-    assert said[1].err.count("drafter retain") == 2
 
 
 def test_output_file_requires_overwrite(bundle, tmp_path, capsys):
@@ -387,7 +384,6 @@ class TestBadInput:
         self.refused(capsys, "train", "--base", "x", says="requires an argument")
         self.refused(capsys, "generate", "b", "--temperature", "warm", "--prompt", "x", says="temperature")
         self.refused(capsys, "generate", "b", "--speculative", "0", "--prompt", "x", says="speculative is '0'")
-        self.refused(capsys, "chat", "b", "--statistics", says="give --speculative auto")
         self.refused(capsys, "generate", "b", "--top-p", "0", "--prompt", "x", says="top-p")
         self.refused(capsys, "generate", "b", "--batch-size", "0", "--prompt", "x", says="batch-size is 0")
         self.refused(capsys, "generate", "b", "--seed", "-1", "--prompt", "x", says="seed is -1")

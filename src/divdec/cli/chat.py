@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from divdec.cli.generate import SpeculationOptions, generation_arguments, print_statistics, room_for_answer
+from divdec.cli.generate import generation_arguments, room_for_answer
 from divdec.cli.loading import ExpertDevices, load, warn_if_unsteered
 from divdec.errors import UsageError
-from divdec.options import RARE, ModelLoading, Sampling, SteeringChoice, read_template_kwargs
+from divdec.options import RARE, ModelLoading, Sampling, SpeculativeDecoding, SteeringChoice, read_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def chat(
     sampling: Sampling = Sampling(),
     choice: SteeringChoice = SteeringChoice(),
     turns: Turns = Turns(),
-    speculation: SpeculationOptions = SpeculationOptions(),
+    speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> None:
@@ -99,7 +99,7 @@ class ChatSession:
     model: DivergenceForCausalLM
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    speculation: SpeculationOptions
+    speculation: SpeculativeDecoding
     options: Turns
     allow_negative: bool = False
     turns: tuple[Message, ...] = ()
@@ -154,13 +154,12 @@ class ChatSession:
         form = Format(self.options.system_prompt, chat_template_kwargs=kwargs)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         room = room_for_answer(prompt, self.model, "this conversation; /reset begins a new one")
-        speculative = self.speculation.build()
         streamer = None
         if not self.sampling.stop:  # a streamed text cannot be cut
             streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
         arguments = generation_arguments(self.sampling, self.tokenizer, room)
+        speculative = self.speculation.draft_length
         output = generate_stream(self.model, prompt, streamer, speculative=speculative, **arguments)
-        print_statistics(speculative)
         answer = output[0, len(prompt) :].tolist()
         text = answer_text(self.tokenizer, prompt, answer, self.sampling.stop)
         if streamer is None:
