@@ -92,7 +92,7 @@ def generate(
 ) -> None:
     """Answer prompts with a bundle, as text or as JSON lines with the steered model's log-probabilities.
 
-    If the tokenizer has a chat template, divdec applies it. A single answer is streamed if the output is a terminal.
+    If the tokenizer has a chat template, divdec applies it.
 
     For example:
 
@@ -123,11 +123,6 @@ def generate(
     model, tokenizer = load(bundle, loading, choice, experts)
     encoded = prompts.encode(records, tokenizer)
     rooms = [room_for_answer(ids, model, f"prompt {number}") for number, ids in enumerate(encoded, start=1)]
-    if file is None and len(records) == 1 and not as_json and sys.stdout.isatty() and not sampling.stop:
-        arguments = generation_arguments(sampling, tokenizer, rooms[0]) | {"speculative": speculation.draft_length}
-        set_seed(sampling.seed)
-        _stream(model, tokenizer, encoded[0], arguments)
-        return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
     decides = [*map(dataclasses.asdict, (layout, sampling, speculation, loading)), as_json, logprobs, batch_size]
     files = None if file is None else answer_digests(find_bundle(bundle), verified=not loading.no_verify)
@@ -179,17 +174,6 @@ def room_for_answer(prompt: Sequence[int], model: DivergenceForCausalLM, what: s
     if len(prompt) >= positions:
         raise UsageError(f"{len(prompt)} tokens are too many for {positions} positions of the models: shorten {what}")
     return positions - len(prompt)
-
-
-def _stream(
-    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[int], arguments: dict[str, Any]
-) -> None:
-    from transformers import TextStreamer
-
-    from divdec.decoding.generation import generate_stream
-
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
-    generate_stream(model, prompt, streamer, **arguments)
 
 
 def _answers(
