@@ -336,7 +336,7 @@ def test_doctor_reports_whether_bundle_loads(bundle, own_checkpoints, capsys):
     assert found["extras"]["serve"] in (True, False)
     (own_checkpoints / "retain" / "model.safetensors").unlink()
     assert main("doctor", bundle) == 1  # without the option too, as other verbs take a bundle
-    assert "does not load" in capsys.readouterr().out
+    assert "loads         no" in capsys.readouterr().out
 
 
 class TestBadInput:

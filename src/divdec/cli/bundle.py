@@ -134,7 +134,7 @@ def calibrate(
     return code
 
 
-def doctor(bundle: str | None = None, *, text: str | None = None, printing: Printing = Printing()) -> int:
+def doctor(bundle: str | None = None, *, printing: Printing = Printing()) -> int:
     """Show versions, devices and extras, and whether a bundle loads; exit code 1 if it does not.
 
     For example:
@@ -144,15 +144,12 @@ def doctor(bundle: str | None = None, *, text: str | None = None, printing: Prin
     Args:
         bundle: Bundle to check. The check covers configuration, checkpoints, digests, vocabularies and one forward
             pass.
-        text: For bundles with a bridge: text files. Print the share of their tokens that the vocabulary map covers.
         printing: format of the result.
     """
     from divdec.report.doctor import describe_installation, diagnosis_text, try_bundle
 
-    if text is not None and bundle is None:
-        raise UsageError("--text measures the bridge of a bundle: name the bundle too")
     content = describe_installation()
     if bundle is not None:
-        content["bundle"] = try_bundle(bundle, load, text)
+        content["bundle"] = try_bundle(bundle, load)
     print(json.dumps(content) if printing.json else diagnosis_text(content))
     return 0 if content.get("bundle", {"loads": True})["loads"] else 1
