@@ -255,18 +255,11 @@ def test_config_file_has_options_named_like_commands_and_empty_ones(own_checkpoi
 
 
 def test_rank_vocabulary_is_preserved_when_strength_changes(own_checkpoints, tmp_path, capsys):
-    for name, word in (("a", "Velmora"), ("b", "born")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": word}))
-    files = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-    assert main("bundle", *parts(own_checkpoints), "--steering", "rank:2", "--rank-vocabulary", *files,
-                "--output", tmp_path / "b1", "--json") == 0  # fmt: skip
-    eligible = json.loads(capsys.readouterr().out)["eligible_tokens"]
-    assert 3 <= eligible < 20
-    assert main("generate", tmp_path / "b1", "--prompt", "x", "--steering", f"rank:{eligible}") == 2
-    assert f"{eligible} eligible tokens" in capsys.readouterr().err
-    assert main("bundle", *parts(own_checkpoints), "--steering", "linear:1", "--rank-vocabulary", *files,
-                "--output", tmp_path / "b2") == 2  # fmt: skip
-    assert "belongs to the rank rule" in capsys.readouterr().err
+    names = {"target": "target", "retain_auxiliary": "retain", "forget_auxiliary": "forget"}
+    checkpoints = {part: str(own_checkpoints / name) for part, name in names.items()}
+    write_bundle(tmp_path / "b", **checkpoints, steering=Steering("rank", k=2, vocabulary=(5, 6, 7)))
+    assert main("generate", tmp_path / "b", "--prompt", "x", "--steering", "rank:3") == 2
+    assert "3 eligible tokens" in capsys.readouterr().err
 
 
 def test_chat_speculates(bundle, monkeypatch, capsys):
