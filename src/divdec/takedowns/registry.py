@@ -8,7 +8,6 @@ it has not.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable
@@ -44,7 +43,6 @@ from divdec.takedowns.store import (
     TakedownRequest,
     check_strength,
     create_keys,
-    load_plain_tokenizer,
     normal_id,
 )
 
@@ -136,7 +134,6 @@ class Registry:
                 "order": order,
                 "tokenizer": sha256,
                 "tokenizer_files": {file.name: file_sha256(file) for file in sorted((temporary / TOKENIZER).iterdir())},
-                "plain_tokenizer": _is_plain(tokenizer, temporary / TOKENIZER),
                 "retain": file_sha256(temporary / RETAIN / COUNTS),
                 "retain_set": retain.label,
                 "retain_kind": retain.kind,
@@ -369,16 +366,3 @@ def _strength_event(strength: float) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _is_plain(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether the saved tokenizer file gives the same tokens without the tokenizer's class, and so without torch."""
-    pipeline = _pipeline(tokenizer)
-    return bool(pipeline) and pipeline == _pipeline(load_plain_tokenizer(folder))
-
-
-def _pipeline(tokenizer: Any) -> dict[str, Any]:
-    """Return everything that decides a tokenizer's tokens; nothing for a tokenizer without a `tokenizers` backend."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = {} if backend is None else json.loads(backend.to_str())
-    return {name: value for name, value in content.items() if name not in ("padding", "truncation")}
