@@ -358,7 +358,7 @@ def test_corrupted_counts_fail_closed(folder, registry, articles, damage):
             "older": older,
         }[damage]
         rows(folder, "UPDATE counts SET own = ? WHERE id = ?", changed, second.counts_id)
-    for attempt in (experts.new_cache, lambda: TakedownCorrection(folder), registry.differences):
+    for attempt in (experts.new_cache, lambda: TakedownCorrection(folder)):
         with pytest.raises(FailedClosed, match="'two'"):
             attempt()
     (problem,) = registry.verify()
@@ -835,7 +835,7 @@ def test_takedown_command_end_to_end(tmp_path, checkpoints, articles, capsys):
 
 def test_takedown_commands_do_not_import_torch(folder, registry, articles):
     registry.add("one", texts_of("t", articles[10:11]))
-    actions = ["list"], ["remove", "--id", "one"]
+    actions = ["list"], ["verify"], ["remove", "--id", "one"]
     assert not loads_torch(*(["takedown", action, str(folder), *options] for action, *options in actions))
 
 
