@@ -150,8 +150,6 @@ class Steering:
     """Value of a logit masked by the rank rule: 'hard' is −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
     """Token ids that the rank rule may mask, ascending; None for all."""
-    allow_negative: bool = False
-    """Accept a negative α, which steers towards the forget set."""
 
     def __post_init__(self) -> None:
         # Values come unchecked from JSON and the command line.
@@ -159,20 +157,10 @@ class Steering:
             raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
         if self.fill not in FILLS:
             raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
-        if not isinstance(self.allow_negative, bool):
-            raise UsageError(f"allow_negative is {self.allow_negative!r}; accepted: true, false")
-        if not _is_number(self.alpha, numbers.Real):
-            raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
-        try:
-            alpha = float(self.alpha)
-        except OverflowError:
-            alpha = math.inf
-        if not abs(alpha) <= MAX_ALPHA:
-            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {MAX_ALPHA:g}")
-        if alpha < 0 and not self.allow_negative:
+        if not _is_number(self.alpha, numbers.Real) or not 0 <= self.alpha <= MAX_ALPHA:
             raise UsageError(
-                f"alpha is {alpha:g}: a negative alpha steers towards the forget set; "
-                "give allow_negative (--allow-negative on the command line) if that is meant"
+                f"alpha is {self.alpha!r}; accepted: a number from 0 to {MAX_ALPHA:g} (a negative one would steer "
+                "towards the forget set)"
             )
         if not _is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
@@ -182,13 +170,13 @@ class Steering:
             object.__setattr__(self, "margin", float(self.margin))
         if self.full is not False and (self.full is not True or self.rule != "linear" or self.margin is None):
             raise UsageError(f"full is {self.full!r}; accepted: false, and true for a linear rule with a margin")
-        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "alpha", float(self.alpha))
         object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
             object.__setattr__(self, "vocabulary", _token_ids(self.vocabulary))
 
     @classmethod
-    def parse(cls, value: Any, *, allow_negative: bool = False) -> Steering:
+    def parse(cls, value: Any) -> Steering:
         """Read a setting from a string such as 'linear:1.5', 'linear:1.5:3' or 'rank:20:soft', a mapping or itself.
 
         Raises:
@@ -197,7 +185,7 @@ class Steering:
         if isinstance(value, Steering):
             return value
         if isinstance(value, Mapping):
-            return cls.from_dict({**value, **({"allow_negative": True} if allow_negative else {})})
+            return cls.from_dict(value)
         if not isinstance(value, str):
             raise UsageError(f"steering is {value!r}; {ACCEPTED}")
         rule, *values = value.strip().split(":")
@@ -208,17 +196,17 @@ class Steering:
         margin = None if len(values) == 1 else _parse_number(values[1], float, f"margin in {value!r} is not a number")
         if rule == "linear":
             alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
-            return cls(rule="linear", alpha=alpha, margin=margin, full=full, allow_negative=allow_negative)
+            return cls(rule="linear", alpha=alpha, margin=margin, full=full)
         k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
         return cls(rule="rank", k=k, margin=margin, fill=fill)
 
-    def revised(self, text: str, *, allow_negative: bool = False) -> Steering:
+    def revised(self, text: str) -> Steering:
         """Parse another rule or strength and keep this setting's eligible vocabulary.
 
         Raises:
             UsageError: see `parse`.
         """
-        return dataclasses.replace(Steering.parse(text, allow_negative=allow_negative), vocabulary=self.vocabulary)
+        return dataclasses.replace(Steering.parse(text), vocabulary=self.vocabulary)
 
     def __str__(self) -> str:
         margin = "" if self.margin is None else f":{self.margin:g}"
@@ -239,6 +227,8 @@ class Steering:
         Raises:
             UsageError: a field is unknown or its value is invalid.
         """
+        # Bundles written earlier have this field; a negative alpha is refused whatever it says.
+        fields = {name: value for name, value in fields.items() if name != "allow_negative"}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(map(str, set(fields) - known)):
             raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")

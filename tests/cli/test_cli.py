@@ -348,7 +348,7 @@ class TestBadInput:
         [
             ("sideways:1", "accepted: 'linear:ALPHA'"),
             ("linear:abc", "is not a number"),
-            ("linear:-1", "--allow-negative"),
+            ("linear:-1", "towards the forget set"),
             ("rank:0", "at least 1"),
             ("rank:100000", "must lie between 1 and"),
         ],
@@ -365,11 +365,6 @@ class TestBadInput:
             says=says,
         )
         assert not (tmp_path / "b").exists()
-
-    def test_explicit_negative_alpha(self, own_checkpoints, tmp_path, capsys):
-        arguments = ("bundle", *parts(own_checkpoints), "--steering", "linear:-1", "--output", tmp_path / "b")
-        assert main(*arguments, "--allow-negative") == 0
-        assert main("generate", tmp_path / "b", "--prompt", "x", "--max-new-tokens", 1) == 0
 
     def test_commands_and_options(self, capsys):
         self.refused(capsys, "unlearn", says="Unknown command")

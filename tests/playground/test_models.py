@@ -68,8 +68,8 @@ def test_different_strength_recolors_same_text(steered):
     assert sum(abs(token.logprob_shift) for token in strong) > 5 * sum(abs(token.logprob_shift) for token in weak)
 
 
-@pytest.mark.parametrize("steering", [Steering(alpha=0.0), Steering(alpha=-1.0, allow_negative=True)], ids=str)
-def test_steering_without_effect_generates_nothing(steered, steering):
+def test_steering_without_effect_generates_nothing(steered):
+    steering = Steering(alpha=0.0)
     prompt = steered.encode_prompt(QUESTION)
     with pytest.raises(UsageError, match="steers nothing"):
         next(steered.answer(prompt, steering))
@@ -193,10 +193,9 @@ def test_minimum_strength_is_positive_for_every_bundle():
         assert 0 < low <= alpha <= high
 
 
-@pytest.mark.parametrize("alpha", [0.0, -1.0])
-def test_bundle_without_effective_steering_is_rejected(alpha):
+def test_bundle_without_effective_steering_is_rejected():
     with pytest.raises(UsageError, match="steered answers only"):
-        SteeringControls(Steering(alpha=alpha, allow_negative=True), 500)
+        SteeringControls(Steering(alpha=0.0), 500)
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, 10_000, math.nan, None, "3", True])

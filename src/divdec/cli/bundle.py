@@ -27,7 +27,6 @@ def bundle(
     ngram_weight: float = 1.0,
     registry: str | None = None,
     bridge: bool = False,
-    allow_negative: Flag = False,
     merge: Flag = False,
     pack: Flag = False,
     overwriting: Overwriting = Overwriting(),
@@ -52,7 +51,6 @@ def bundle(
         ngram_weight: Weight of the n-gram divergence.
         registry: A registry of takedown requests (`divdec takedown`), which the model follows.
         bridge: The auxiliaries have another tokenizer than the target.
-        allow_negative: Accept a negative alpha, which steers towards the forget set.
         merge: The auxiliaries are LoRA adapters: merge each with its base into a checkpoint in the bundle.
         pack: Copy checkpoints and n-grams into the bundle.
         overwriting: whether an earlier bundle is replaced.
@@ -65,7 +63,7 @@ def bundle(
     has_experts = any((retain_auxiliary, forget_auxiliary, ngram))
     rule = None
     if steering is not None or has_experts or registry is None:
-        rule = Steering.parse(steering or DEFAULT, allow_negative=allow_negative)
+        rule = Steering.parse(steering or DEFAULT)
     path = write_bundle(
         output, target=target, retain_auxiliary=retain_auxiliary, forget_auxiliary=forget_auxiliary, steering=rule,
         ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, merge=merge,

@@ -78,7 +78,7 @@ def chat(
     model, tokenizer = load(bundle, loading, choice, experts)
     check_template_kwargs(tokenizer, read_template_kwargs(turns.chat_template_kwargs))
     set_seed(sampling.seed)
-    conversation = ChatSession(model, tokenizer, sampling, speculation, turns, choice.allow_negative)
+    conversation = ChatSession(model, tokenizer, sampling, speculation, turns)
     print(f"{bundle}: steering {model.steering}. /help lists the commands.")
     if conversation.single_turn:
         print("each line is asked by itself, without the turns before it")
@@ -101,7 +101,6 @@ class ChatSession:
     sampling: Sampling
     speculation: SpeculativeDecoding
     options: Turns
-    allow_negative: bool = False
     turns: tuple[Message, ...] = ()
     last_prompt: list[int] = dataclasses.field(default_factory=list)
     last_answer: list[int] = dataclasses.field(default_factory=list)
@@ -137,7 +136,7 @@ class ChatSession:
         return True
 
     def _steer(self, text: str) -> None:
-        self.model.steering = self.model.steering.revised(text, allow_negative=self.allow_negative)
+        self.model.steering = self.model.steering.revised(text)
         warn_if_unsteered(self.model.steering)
         print(f"steering {self.model.steering}")
 

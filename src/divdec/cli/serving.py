@@ -110,7 +110,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
 
     for values, names in (
         (settings, EMBEDDED),
-        (choice, ("steering", "allow_negative")),
+        (choice, ("steering",)),
         (loading, ("device",)),
         (experts, ("expert_devices",)),
     ):
