@@ -129,9 +129,9 @@ def test_stopped_output_is_marked(controller):
 def test_target_output_requires_show_target(controller, steered):
     talk = last(controller.ask(QUESTION, (), VALUES))
     assert list(controller.answer_unsteered(talk, ())) == [()]
-    shown = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
+    shown = Controller("tiny", steered, target=UnsteeredTarget(steered))
     (turn,) = last(shown.answer_unsteered(talk, ()))
-    *_, said = UnsteeredTarget(steered, "localhost").answer(steered.encode_prompt([Message("user", QUESTION)]))
+    *_, said = UnsteeredTarget(steered).answer(steered.encode_prompt([Message("user", QUESTION)]))
     assert turn.answer == said
 
 

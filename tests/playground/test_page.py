@@ -45,7 +45,7 @@ def served(controller):
     from divdec.playground.page import build_app
 
     port = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(build_app(controller, "127.0.0.1"), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(build_app(controller), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
     thread.start()
     eventually(lambda: server.started, 60)
@@ -74,7 +74,7 @@ def called(client, fn_index, data):
 
 def test_page_shows_target_only_with_show_target(controller, steered):
     assert "UNSTEERED" not in texts(page_of(controller))
-    with_target = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
+    with_target = Controller("tiny", steered, target=UnsteeredTarget(steered))
     assert "UNSTEERED: the target alone" in texts(page_of(with_target))
 
 

@@ -208,7 +208,6 @@ def playground(
     turns: Turns = Turns(),
     max_new_tokens: int = 256,
     seed: int = 0,
-    host: str = "127.0.0.1",
     port: int = 7860,
     loading: ModelLoading = ModelLoading(),
 ) -> None:
@@ -225,8 +224,7 @@ def playground(
         turns: what the conversation remembers.
         max_new_tokens: Maximum length of an answer in tokens.
         seed: Seed of sampled answers.
-        host: Loopback address to listen on: the page shows suppressed tokens and can change the strength.
-        port: Port to listen on. 0 selects a free port.
+        port: Port to listen on, on this machine only. 0 selects a free port.
         loading: how models are loaded.
     """
     check_at_least("max_new_tokens", max_new_tokens, 1)
@@ -239,23 +237,16 @@ def playground(
             f"{bundle} is a server; the playground shows a bundle: give its folder. To chat with a server, use any "
             "client of the OpenAI API"
         )
-    if not is_local(host):
-        what = "unsteered answers" if show_target else "suppressed tokens, and lets a viewer steer less"
-        raise UsageError(
-            f"host {host!r} accepts other machines, and the page shows {what}; accepted: 127.0.0.1 (from elsewhere: "
-            "`ssh -L`, or `divdec serve` for others)"
-        )
     require("ui", "the playground")
-    socket = bind(host, port)
+    socket = bind("127.0.0.1", port)
     try:
         from divdec.playground.models import ChatOptions
         from divdec.playground.page import serve
 
         kwargs = read_template_kwargs(turns.chat_template_kwargs)
         options = ChatOptions(turns.system_prompt, bool(turns.single_turn), max_new_tokens, seed, kwargs)
-        target_host = host if show_target else None
-        controller = _load_bundle(bundle, loading, choice, options, turns.single_turn, target_host)
-        serve(controller, host, socket)
+        controller = _load_bundle(bundle, loading, choice, options, turns.single_turn, show_target)
+        serve(controller, socket)
     finally:
         socket.close()
 
@@ -266,7 +257,7 @@ def _load_bundle(
     choice: SteeringChoice,
     options: ChatOptions,
     single_turn: bool | None,
-    target_host: str | None,
+    show_target: bool,
 ) -> Controller:
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
@@ -274,7 +265,7 @@ def _load_bundle(
     model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice))
     if single_turn is None:
         options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))
-    steered = SteeredModel(model, tokenizer, options, reveal=target_host is not None)
-    target = None if target_host is None else UnsteeredTarget(steered, target_host)
+    steered = SteeredModel(model, tokenizer, options, reveal=show_target)
+    target = UnsteeredTarget(steered) if show_target else None
     name = Path(bundle).expanduser().resolve().name
     return Controller(name, steered, target=target, examples=read_example_questions(bundle))

@@ -28,7 +28,6 @@ from divdec.evaluation.generation import end_tokens
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
-from divdec.serving import is_local
 from divdec.steering import MAX_ALPHA, Steering
 
 if TYPE_CHECKING:
@@ -323,10 +322,8 @@ def stream_tokens(generate: Callable[[BaseStreamer], None], read: Callable[[int]
 class UnsteeredTarget:
     """The target alone, UNSTEERED: for `--show-target` on this machine, on a page that marks it as unsteered."""
 
-    def __init__(self, model: SteeredModel, host: str) -> None:
-        """Take the target of a bundle; refuse a host whose page other machines can reach."""
-        if not is_local(host):
-            raise UsageError(f"--show-target shows unsteered answers; it is refused for host {host}: only 127.0.0.1")
+    def __init__(self, model: SteeredModel) -> None:
+        """Take the target of a bundle."""
         self._model = model
 
     def answer(self, prompt: list[int]) -> Iterator[str]:

@@ -22,7 +22,7 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is i
 
 import gradio as gr
 
-LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]", "::1"]
+LOCAL_NAMES = ["127.0.0.1", "localhost"]
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; form-action 'self'"
@@ -182,13 +182,10 @@ class SecurityMiddleware:
         await self._app(scope, receive, send_with_headers)
 
 
-def build_app(controller: Controller, host: str) -> Any:
+def build_app(controller: Controller) -> Any:
     """Build the ASGI application.
 
-    Args:
-        controller: the bundle on the page.
-        host: the loopback address to listen on; only requests for this machine's names are accepted, so that another
-            site's name cannot be pointed at the page.
+    Only requests for this machine's names are accepted, so that another site's name cannot be pointed at the page.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -204,7 +201,7 @@ def build_app(controller: Controller, host: str) -> Any:
     async def build() -> Any:
         app = FastAPI(openapi_url=None)
         app.add_middleware(SecurityMiddleware)
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_NAMES, host], www_redirect=False)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES, www_redirect=False)
         page = build_page(controller)
         page.queue(api_open=False, max_size=64)
         return gr.mount_gradio_app(
@@ -216,12 +213,11 @@ def build_app(controller: Controller, host: str) -> Any:
     return asyncio.run(build())  # outside of a running event loop Gradio creates loops that it never closes
 
 
-def serve(controller: Controller, host: str, listener: socket.socket) -> None:
+def serve(controller: Controller, listener: socket.socket) -> None:
     """Serve the page until the process is stopped."""
     import uvicorn
 
-    config = uvicorn.Config(build_app(controller, host), log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(build_app(controller), log_level="warning", timeout_graceful_shutdown=2)
     port = listener.getsockname()[1]
-    name = f"[{host}]" if ":" in host else host
-    print(f"playground of {controller.name} on http://{name}:{port} (Ctrl-C ends it)", flush=True)
+    print(f"playground of {controller.name} on http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
     uvicorn.Server(config).run(sockets=[listener])
