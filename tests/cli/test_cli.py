@@ -285,22 +285,20 @@ def test_output_file_requires_overwrite(bundle, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_chat_follows_bundle_single_turn_setting_unless_overridden(bundle, monkeypatch, capsys, recorded):
+def test_chat_follows_bundle_single_turn_setting(bundle, monkeypatch, capsys, recorded):
     """A second line is answered as a first one where the models have learned single questions."""
     config = json.loads((bundle / "config.json").read_text())
     (bundle / "config.json").write_text(json.dumps(config | {"single_turn": recorded}))
 
-    def second_answer(before, *options):
+    def second_answer(before):
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{before}Where was she born?\n/quit\n"))
-        assert main("chat", bundle, "--max-new-tokens", 8, *options) == 0
+        assert main("chat", bundle, "--max-new-tokens", 8) == 0
         said = capsys.readouterr().out
-        assert ("each line is asked by itself" in said) == ("--single-turn" in options if options else recorded)
+        assert ("each line is asked by itself" in said) == recorded
         return said.splitlines()[-1]
 
     alone = second_answer("")
     assert (second_answer("Who?\n") == alone) == recorded
-    assert second_answer("Who?\n", "--single-turn") == alone
-    assert second_answer("Who?\n", "--multi-turn") != alone
 
 
 def test_chat_generates_changes_steering_and_shows_help(bundle, monkeypatch, capsys):

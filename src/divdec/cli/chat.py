@@ -36,9 +36,6 @@ class Turns:
     """System prompt of the conversation."""
     chat_template_kwargs: Annotated[str | None, RARE] = None
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
-    single_turn: Annotated[bool | None, Parameter(negative="--multi-turn")] = None
-    """Send each question alone, or with the earlier turns. By default the bundle decides: it records whether its models
-    were trained on single questions."""
 
     def __post_init__(self) -> None:
         read_template_kwargs(self.chat_template_kwargs)
@@ -66,7 +63,7 @@ def chat(
         bundle: The bundle: a folder or hub id.
         sampling: how tokens are chosen.
         choice: another rule.
-        turns: what the conversation remembers.
+        turns: how the conversation is laid out.
         speculation: speculative decoding.
         loading: how models are loaded.
         experts: where the auxiliaries run.
@@ -80,7 +77,7 @@ def chat(
     set_seed(sampling.seed)
     conversation = ChatSession(model, tokenizer, sampling, speculation, turns)
     print(f"{bundle}: steering {model.steering}. /help lists the commands.")
-    if conversation.single_turn:
+    if model.config.single_turn:
         print("each line is asked by itself, without the turns before it")
     while (line := _read_line()) is not None:
         try:
@@ -105,12 +102,6 @@ class ChatSession:
     last_prompt: list[int] = dataclasses.field(default_factory=list)
     last_answer: list[int] = dataclasses.field(default_factory=list)
     last_steering: Any = None
-
-    @property
-    def single_turn(self) -> bool:
-        """Whether each line is asked without the turns before it."""
-        chosen = self.options.single_turn
-        return bool(self.model.config.single_turn) if chosen is None else chosen
 
     def take(self, line: str) -> bool:
         """Answer a line or run a command; False ends the conversation."""
@@ -148,7 +139,10 @@ class ChatSession:
         from divdec.decoding.generation import generate_stream
         from divdec.decoding.text import answer_text
 
-        turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
+        turns = (
+            *(() if self.model.config.single_turn else self.turns),
+            Message("user", checked_text(line, "the line")),
+        )
         kwargs = read_template_kwargs(self.options.chat_template_kwargs)
         form = Format(self.options.system_prompt, chat_template_kwargs=kwargs)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)

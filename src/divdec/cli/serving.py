@@ -221,7 +221,7 @@ def playground(
         bundle: Bundle (a folder or hub id).
         choice: the initial rule.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
-        turns: what the conversation remembers.
+        turns: how the conversation is laid out.
         max_new_tokens: Maximum length of an answer in tokens.
         seed: Seed of sampled answers.
         port: Port to listen on, on this machine only. 0 selects a free port.
@@ -244,8 +244,10 @@ def playground(
         from divdec.playground.page import serve
 
         kwargs = read_template_kwargs(turns.chat_template_kwargs)
-        options = ChatOptions(turns.system_prompt, bool(turns.single_turn), max_new_tokens, seed, kwargs)
-        controller = _load_bundle(bundle, loading, choice, options, turns.single_turn, show_target)
+        options = ChatOptions(
+            turns.system_prompt, max_new_tokens=max_new_tokens, seed=seed, chat_template_kwargs=kwargs
+        )
+        controller = _load_bundle(bundle, loading, choice, options, show_target)
         serve(controller, socket)
     finally:
         socket.close()
@@ -256,15 +258,13 @@ def _load_bundle(
     loading: ModelLoading,
     choice: SteeringChoice,
     options: ChatOptions,
-    single_turn: bool | None,
     show_target: bool,
 ) -> Controller:
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
 
     model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice))
-    if single_turn is None:
-        options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))
+    options = dataclasses.replace(options, single_turn=model.config.single_turn)
     steered = SteeredModel(model, tokenizer, options, reveal=show_target)
     target = UnsteeredTarget(steered) if show_target else None
     name = Path(bundle).expanduser().resolve().name
