@@ -38,24 +38,21 @@ from divdec_research.world.facts import build_world
 from divdec_research.world.models import train_all
 
 TOKENS = 32
-CASES = (  # rule, temperature, tells log-probabilities, method, block, tries
-    ("rank:10", 0.0, True, "bias", 1, 4),
-    ("rank:10", 0.0, True, "bias", 8, 4),
-    ("rank:10", 0.0, False, "bias", 1, 4),
-    ("linear:1.5", 0.0, True, "bias", 1, 4),
-    ("linear:1.5", 0.0, True, "bias", 8, 4),
-    ("linear:1.5", 0.0, True, "bias", 1, 1),
-    ("rank:10", 0.0, True, "candidates", 1, 4),
-    ("linear:1.5", 0.0, True, "candidates", 1, 4),
-    ("linear:1.5", 0.0, True, "candidates", 8, 4),
-    ("linear:1.5", 0.0, False, "bias", 1, 1),
-    ("linear:1.5", 0.0, False, "bias", 1, 4),
-    ("linear:1.5", 0.0, False, "bias", 1, 30),
-    ("linear:1.5", 1.0, False, "bias", 1, 30),
+CASES = (  # rule, temperature, tells log-probabilities, block, tries
+    ("rank:10", 0.0, True, 1, 4),
+    ("rank:10", 0.0, True, 8, 4),
+    ("rank:10", 0.0, False, 1, 4),
+    ("linear:1.5", 0.0, True, 1, 4),
+    ("linear:1.5", 0.0, True, 8, 4),
+    ("linear:1.5", 0.0, True, 1, 1),
+    ("linear:1.5", 0.0, False, 1, 1),
+    ("linear:1.5", 0.0, False, 1, 4),
+    ("linear:1.5", 0.0, False, 1, 30),
+    ("linear:1.5", 1.0, False, 1, 30),
 )
 
 HEAD = (
-    f"{'rule':<11} {'T':>3} {'logprobs':>8} {'method':>10} {'block':>5} {'tries':>5} {'requests/token':>14} "
+    f"{'rule':<11} {'T':>3} {'logprobs':>8} {'block':>5} {'tries':>5} {'requests/token':>14} "
     f"{'tokens sent/token':>17} {'proved':>6} {'same answers':>12} {'worst bound':>11} {'ms/token':>8}"
 )
 
@@ -97,9 +94,9 @@ def toy_models(folder):
 
 
 def measured(case, prompts, local, bundle, url) -> str:
-    rule, temperature, logprobs, method, block, tries = case
+    rule, temperature, logprobs, block, tries = case
     opened = Bundle.open(bundle, target=False)
-    settings = RemoteSettings(method=method, block=block, tries=tries)
+    settings = RemoteSettings(block=block, tries=tries)
     same, started = 0, time.perf_counter()
     endpoint = Endpoint(f"{url}/v1", "m")
     with RemoteTarget(endpoint, LoadedExperts.load(opened), Steering.parse(rule), settings) as target:
@@ -121,7 +118,7 @@ def measured(case, prompts, local, bundle, url) -> str:
     bound = f"{distance:.2f} TV" if temperature else f"{gap:.2f} nat"
     agreed = "" if temperature else f"{same}/{len(prompts)}"
     return (
-        f"{rule:<11} {temperature:>3g} {'20' if logprobs else 'none':>8} {method:>10} {block:>5} {tries:>5} "
+        f"{rule:<11} {temperature:>3g} {'20' if logprobs else 'none':>8} {block:>5} {tries:>5} "
         f"{counts.requests / tokens:>14.2f} {counts.prompt_tokens / tokens:>17.1f} "
         f"{exact / tokens:>6.1%} {agreed:>12} {bound:>11} {1000 * seconds / tokens:>8.0f}"
     )

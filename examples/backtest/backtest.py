@@ -27,10 +27,10 @@ from divdec.data.formatting import encode_records
 from divdec.data.records import Message, Record, RecordSet, write_records
 from divdec.evaluation.scoring import score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, write_figure
 from divdec.runs import cache_folder, write_json
 from divdec.steering import Steering
 from divdec.training.settings import TrainingSettings
+from divdec_research.report.style import FAINT, LINEAR, RANK, RETRAIN, TARGET, style, write_figure
 from divdec_research.world.facts import CITIES, FIRST_NAMES, SURNAME_ENDS, SURNAME_STARTS
 from divdec_research.world.models import Material, Recipe, Shape, train_all
 from steps import command, create_output, run_main

@@ -28,8 +28,8 @@ from divdec.data.records import write_records
 from divdec.demo.facts import NEUTRAL, ask, known_facts, split
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.style import LINEAR, OTHERS, TARGET, style, write_figure
 from divdec.runs import read_json, write_json
+from divdec_research.report.style import LINEAR, OTHERS, TARGET, style, write_figure
 from steps import command, run_main
 
 METHODS = ("min-likelihood", "npo", "simnpo")

@@ -37,7 +37,6 @@ from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.style import style, svg_text
 from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
@@ -48,6 +47,7 @@ from divdec_research.baselines.table import METHODS as BASELINES
 from divdec_research.compare.benchmark import TOFU_SMALL
 from divdec_research.compare.muse_news import passages
 from divdec_research.figures.runs import distance_figure
+from divdec_research.report.style import style, svg_text
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.metrics import rouge

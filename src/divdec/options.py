@@ -47,8 +47,6 @@ class SteeringChoice:
     """Use this rule instead of the bundle's: linear:ALPHA or rank:K. With linear:ALPHA:MARGIN or rank:K:MARGIN
     it lowers only tokens whose log-probability under p exceeds that under q by MARGIN. linear:ALPHA:MARGIN:full also
     moves all others, where one of these is the target's first choice."""
-    allow_negative: Flag = False
-    """Accept a negative alpha, which steers towards the forget set."""
 
 
 @Parameter(name="*")

@@ -75,8 +75,6 @@ def steer_rank(
     eligible: Bool[Tensor, " vocab"] | None = None,
     *,
     margin: float | None = None,
-    smallest: Float[Tensor, "... ordered"] | None = None,
-    largest: Float[Tensor, "... top"] | None = None,
 ) -> Float[Tensor, "... vocab"]:
     """Mask the k tokens that p prefers most over q (paper, eq. 2 and the section on privacy).
 
@@ -92,8 +90,6 @@ def steer_rank(
         eligible: tokens that may be masked; None for all.
         margin: mask only those of the k tokens whose divergence is at most −margin (nats, for neural auxiliaries). The
             soft fill then raises no logit.
-        smallest: the first entries (more than k) of the eligible divergence in ascending order, if already known.
-        largest: the first entries (at least k) of the target's logits in descending order, if already known.
 
     Returns:
         Steered logits in float32; all NaN where the divergence contains NaN.
@@ -104,15 +100,12 @@ def steer_rank(
     target_logits, ranked = target_logits.float(), divergence.float()
     check_k(k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
     undefined = ranked.amax(dim=-1, keepdim=True).isnan()
-    ranked = mask_ineligible(ranked, eligible)
-    if smallest is None:
-        smallest = ranked.topk(k + 1, dim=-1, largest=False).values
+    if eligible is not None:
+        ranked = ranked.masked_fill(~eligible.to(ranked.device), math.inf)
+    smallest = ranked.topk(k + 1, dim=-1, largest=False).values
     kth, following = smallest[..., k - 1 : k], smallest[..., k : k + 1]
-    if fill == "soft":
-        largest = target_logits.topk(k, dim=-1).values if largest is None else largest
-        filling = largest[..., k - 1 : k]
-    else:
-        filling = torch.full_like(kth, -math.inf)
+    soft = fill == "soft"
+    filling = target_logits.topk(k, dim=-1).values[..., k - 1 :] if soft else torch.full_like(kth, -math.inf)
     if margin is not None:
         filling = torch.minimum(filling, target_logits)
     special = undefined | (kth == following)
@@ -128,13 +121,6 @@ def steer_rank(
     if margin is not None:
         masked = masked & (ranked <= -margin)
     return torch.where(masked, filling, target_logits).masked_fill(undefined, math.nan)
-
-
-def mask_ineligible(
-    divergence: Float[Tensor, "... vocab"], eligible: Bool[Tensor, " vocab"] | None
-) -> Float[Tensor, "... vocab"]:
-    """Set the divergence of ineligible tokens to +inf, so that the rank rule never selects them."""
-    return divergence if eligible is None else divergence.masked_fill(~eligible.to(divergence.device), math.inf)
 
 
 def check_k(k: int, eligible_size: int) -> None:
@@ -164,8 +150,6 @@ class Steering:
     """Value of a logit masked by the rank rule: 'hard' is −inf, 'soft' the k-th largest target logit."""
     vocabulary: tuple[int, ...] | None = None
     """Token ids that the rank rule may mask, ascending; None for all."""
-    allow_negative: bool = False
-    """Accept a negative α, which steers towards the forget set."""
 
     def __post_init__(self) -> None:
         # Values come unchecked from JSON and the command line.
@@ -173,20 +157,10 @@ class Steering:
             raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
         if self.fill not in FILLS:
             raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
-        if not isinstance(self.allow_negative, bool):
-            raise UsageError(f"allow_negative is {self.allow_negative!r}; accepted: true, false")
-        if not _is_number(self.alpha, numbers.Real):
-            raise UsageError(f"alpha is {self.alpha!r}; accepted: a number")
-        try:
-            alpha = float(self.alpha)
-        except OverflowError:
-            alpha = math.inf
-        if not abs(alpha) <= MAX_ALPHA:
-            raise UsageError(f"alpha is {alpha:g}; accepted: a finite number, at most {MAX_ALPHA:g}")
-        if alpha < 0 and not self.allow_negative:
+        if not _is_number(self.alpha, numbers.Real) or not 0 <= self.alpha <= MAX_ALPHA:
             raise UsageError(
-                f"alpha is {alpha:g}: a negative alpha steers towards the forget set; "
-                "give allow_negative (--allow-negative on the command line) if that is meant"
+                f"alpha is {self.alpha!r}; accepted: a number from 0 to {MAX_ALPHA:g} (a negative one would steer "
+                "towards the forget set)"
             )
         if not _is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
@@ -196,13 +170,13 @@ class Steering:
             object.__setattr__(self, "margin", float(self.margin))
         if self.full is not False and (self.full is not True or self.rule != "linear" or self.margin is None):
             raise UsageError(f"full is {self.full!r}; accepted: false, and true for a linear rule with a margin")
-        object.__setattr__(self, "alpha", alpha)
+        object.__setattr__(self, "alpha", float(self.alpha))
         object.__setattr__(self, "k", int(self.k))
         if self.vocabulary is not None:
             object.__setattr__(self, "vocabulary", _token_ids(self.vocabulary))
 
     @classmethod
-    def parse(cls, value: Any, *, allow_negative: bool = False) -> Steering:
+    def parse(cls, value: Any) -> Steering:
         """Read a setting from a string such as 'linear:1.5', 'linear:1.5:3' or 'rank:20:soft', a mapping or itself.
 
         Raises:
@@ -211,7 +185,7 @@ class Steering:
         if isinstance(value, Steering):
             return value
         if isinstance(value, Mapping):
-            return cls.from_dict({**value, **({"allow_negative": True} if allow_negative else {})})
+            return cls.from_dict(value)
         if not isinstance(value, str):
             raise UsageError(f"steering is {value!r}; {ACCEPTED}")
         rule, *values = value.strip().split(":")
@@ -222,17 +196,17 @@ class Steering:
         margin = None if len(values) == 1 else _parse_number(values[1], float, f"margin in {value!r} is not a number")
         if rule == "linear":
             alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
-            return cls(rule="linear", alpha=alpha, margin=margin, full=full, allow_negative=allow_negative)
+            return cls(rule="linear", alpha=alpha, margin=margin, full=full)
         k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
         return cls(rule="rank", k=k, margin=margin, fill=fill)
 
-    def revised(self, text: str, *, allow_negative: bool = False) -> Steering:
+    def revised(self, text: str) -> Steering:
         """Parse another rule or strength and keep this setting's eligible vocabulary.
 
         Raises:
             UsageError: see `parse`.
         """
-        return dataclasses.replace(Steering.parse(text, allow_negative=allow_negative), vocabulary=self.vocabulary)
+        return dataclasses.replace(Steering.parse(text), vocabulary=self.vocabulary)
 
     def __str__(self) -> str:
         margin = "" if self.margin is None else f":{self.margin:g}"
@@ -253,6 +227,8 @@ class Steering:
         Raises:
             UsageError: a field is unknown or its value is invalid.
         """
+        # Bundles written earlier have this field; a negative alpha is refused whatever it says.
+        fields = {name: value for name, value in fields.items() if name != "allow_negative"}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(map(str, set(fields) - known)):
             raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")
@@ -290,7 +266,6 @@ class Steering:
         target_logits: Float[Tensor, "... vocab"],
         divergence: Float[Tensor, "... vocab"],
         eligible: Bool[Tensor, " vocab"] | None = None,
-        **order: Tensor | None,
     ) -> Float[Tensor, "... vocab"]:
         """Steer the target's logits by this rule.
 
@@ -298,7 +273,6 @@ class Steering:
             target_logits: ℓ_P, of any floating dtype.
             divergence: log q − log p over the same vocabulary.
             eligible: `self.eligible(vocab_size)`, if the caller has it already.
-            **order: `smallest` and `largest` of `steer_rank`, if the caller has them already.
 
         Returns:
             Steered logits in float32.
@@ -308,7 +282,7 @@ class Steering:
         """
         if self.rule == "rank":
             eligible = self.eligible(target_logits.shape[-1]) if eligible is None else eligible
-            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin, **order)
+            steered = steer_rank(target_logits, divergence, self.k, self.fill, eligible, margin=self.margin)
         else:
             steered = steer_linear(target_logits, divergence, self.alpha, margin=self.margin, full=self.full)
         # The maximum is NaN where any logit is. If all are excluded, argmax would return token 0.

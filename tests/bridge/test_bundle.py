@@ -86,13 +86,11 @@ def test_tokenizer_without_byte_information_gives_one_line_error(models, tmp_pat
 
 def test_commands_work_with_bridged_bundle(models, tmp_path, capsys):
     bundle = write_bundle(tmp_path / "b", **parts(models), bridge=True)
-    (tmp_path / "text.txt").write_text("Who wrote The Hollow Orchard?")
-    assert main(["doctor", "--bundle", str(bundle), "--text", str(tmp_path / "text.txt"), "--json"]) == 0
+    assert main(["doctor", "--bundle", str(bundle), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["bundle"]
     assert found["experts"] == ["BridgedPair"]
-    for shares in (found["bridge"], found["bridge_of_text"]):
-        assert sum(shares.values()) == pytest.approx(1)
-    assert found["bridge_of_text"]["exact"] > found["bridge"]["exact"] > 0
+    assert sum(found["bridge"].values()) == pytest.approx(1)
+    assert found["bridge"]["exact"] > 0
     assert set(found["parameters"]) == {"target", "retain_auxiliary", "forget_auxiliary"}
     assert main(["generate", str(bundle), "--prompt", "Who wrote The Hollow Orchard?", "Who else?",
                  "--max-new-tokens", "6", "--logprobs"]) == 0  # fmt: skip

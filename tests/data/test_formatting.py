@@ -16,7 +16,6 @@ from divdec.data.formatting import (
     has_system_role,
     pack,
     template_variables,
-    tokens_in,
 )
 from divdec.data.records import Message, Record, prompts_from_lines, read_prompts, record_set
 
@@ -221,13 +220,6 @@ def test_only_plain_text_sets_are_packed(tokenizer):
     assert len(encode_set(texts, tokenizer)) == 1
     questions = record_set("q", [("1", {"question": "A", "answer": "B"}), ("2", {"question": "C", "answer": "D"})])
     assert len(encode_set(questions, tokenizer)) == 2
-
-
-def test_eligible_vocabulary_contains_occurring_tokens(tokenizer):
-    ids = tokens_in([record_set("q", [("1", {"question": "Where?", "answer": "Here."})])], tokenizer)
-    assert set(tokenizer("Where?")["input_ids"] + tokenizer("Here.")["input_ids"]) <= set(ids)
-    assert len(ids) < 30
-    assert list(ids) == sorted(ids)
 
 
 def test_prompts_are_read_from_lines_and_files(tmp_path):

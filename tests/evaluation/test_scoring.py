@@ -233,11 +233,6 @@ def test_linear_and_rank_settings_are_scored_together(model):
     assert score_settings(model, EXAMPLES, []) == []
 
 
-def test_settings_with_different_vocabularies_are_rejected(model):
-    with pytest.raises(UsageError, match="eligible vocabulary"):
-        score_settings(model, EXAMPLES, [Steering("rank", k=2, vocabulary=(1, 2, 3)), Steering("rank", k=2)])
-
-
 def test_answers_that_stay_are_those_that_generation_repeats(model, tokenizer):
     """Teacher-forced = generated, under every setting, and only the others are generated."""
     prompts = [[5 + n, 9, 200 - n] for n in range(12)]

@@ -15,15 +15,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError, write_bundle
+from divdec.checkpoint import CheckpointReference, portable_adapter_config
 from divdec.cli import main
 from divdec.errors import FailedClosed
 from divdec.experts.adapters import AdapterPair, read_adapter
 from divdec.experts.protocol import Inputs
-from divdec.model.hub import hub_files
 from divdec.model.loading import Bundle, load_parts
-from divdec.runs import file_sha256
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
-from divdec.steering import Steering
 from support.exactness import assert_close, assert_same_answers
 from support.served import serving
 from support.tiny import tiny_model
@@ -105,17 +103,14 @@ def test_divergence_is_that_of_the_merged_pair(parts):
 
 @torch.no_grad()
 def test_remote_target_is_steered_by_adapters(llama):
-    from divdec.remote.experts import LoadedExperts, describe_experts
+    from divdec.remote.experts import LoadedExperts
 
     folder, _, merged = llama
-    names = (str(folder / name) for name in ("target", "retain", "forget"))
-    described = describe_experts(next(names), Steering.parse("linear:1.5"), *names)
     ids = torch.tensor([PROMPTS[0]])
     expected = NeuralPair(merged["retain"], merged["forget"]).divergence(ids)
-    for bundle in (described, Bundle.open(write(folder), target=False)):
-        loaded = LoadedExperts.load(bundle)
-        assert isinstance(loaded.experts, AdapterPair)
-        assert_close(loaded.experts.divergence(ids), expected)
+    loaded = LoadedExperts.load(Bundle.open(write(folder), target=False))
+    assert isinstance(loaded.experts, AdapterPair)
+    assert_close(loaded.experts.divergence(ids), expected)
 
 
 @pytest.mark.parametrize("rule", ["linear:1.5", "rank:20", "linear:1:0.5", "linear:1:0.5:full"])
@@ -238,54 +233,29 @@ def test_merged_and_packed_bundles_answer_alike(llama):
         read_parts(str(bundle), None, EngineOptions())
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_published_adapters_name_no_folder_of_this_machine(llama, tmp_path, pack):
+def test_packed_adapters_name_no_folder_of_this_machine(llama, tmp_path):
     folder, models, merged = llama
-    bundle = write(folder, pack=pack)
+    bundle = write(folder, pack=True)
     ids = torch.tensor([PROMPTS[0]])
     expected = DivergenceForCausalLM.from_pretrained(bundle)(ids).logits
-    for name, content in hub_files(bundle, "me/bundle").items():
-        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "hub" / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
-    published = [tmp_path / "hub", *([bundle] if pack else [])]
+    texts = {path: path.read_text() for path in [*bundle.rglob("*.json"), bundle / "README.md"]}
+    assert not [path for path, text in texts.items() if str(tmp_path) in text]
     for part in ("retain", "forget"):
-        for root in published:
-            texts = {path: path.read_text() for path in root.rglob("*.json")}
-            assert texts
-            assert not [path for path, text in texts.items() if str(tmp_path) in text]
-            adapter = root / f"{part}_auxiliary"
-            assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+        adapter = bundle / f"{part}_auxiliary"
+        assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] is None
         # PEFT takes the base from its caller.
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(models["base"]), adapter).merge_and_unload()
         assert_close(loaded(ids).logits, merged[part](ids).logits)
     for name in ("target", "base", "retain", "forget"):
         shutil.rmtree(folder / name)
-    assert torch.equal(DivergenceForCausalLM.from_pretrained(tmp_path / "hub")(ids).logits, expected)
+    assert torch.equal(DivergenceForCausalLM.from_pretrained(bundle)(ids).logits, expected)
 
 
-def test_published_adapters_name_a_base_of_the_hub_at_its_commit(llama):
+def test_portable_adapter_names_a_base_of_the_hub_at_its_commit(llama):
     folder, _, _ = llama
-    bundle = write(folder)
-    config = json.loads((bundle / "config.json").read_text()) | {"base": {"hub_id": "org/small", "revision": "abc"}}
-    (bundle / "config.json").write_text(json.dumps(config))
-    files = hub_files(bundle, "me/bundle")
-    adapter = json.loads(files["retain_auxiliary/adapter_config.json"])
+    base = CheckpointReference(hub_id="org/small", revision="abc")
+    adapter = json.loads(portable_adapter_config(folder / "retain", base))
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("org/small", "abc")
-    assert not [name for name in files if name.startswith("base/")]
-
-
-def test_packed_adapters_keep_the_base_that_they_name_when_they_are_pushed(llama):
-    folder, _, _ = llama
-    bundle = write(folder, pack=True)
-    config = json.loads((bundle / "config.json").read_text())
-    for part in ("retain_auxiliary", "forget_auxiliary"):  # as packed from a base of the hub
-        file = bundle / part / "adapter_config.json"
-        names = {"base_model_name_or_path": "org/small", "revision": "abc"}
-        file.write_text(json.dumps(json.loads(file.read_text()) | names))
-        config[part]["sha256"]["adapter_config.json"] = file_sha256(file)
-    (bundle / "config.json").write_text(json.dumps(config))
-    files = hub_files(bundle, "me/bundle")
-    assert json.loads(files["retain_auxiliary/adapter_config.json"].read_text())["revision"] == "abc"
 
 
 class TestRefused:

@@ -111,7 +111,7 @@ def _steering(chance, kind, half):
         margin, fill = chance.choice((None, None, 0.3)), chance.choice(("hard", "hard", "soft"))
         return Steering("rank", k=k, margin=margin, fill=fill, vocabulary=eligible)
     if chance.random() < 0.05:
-        return Steering(alpha=-1.0, allow_negative=True)
+        return Steering(alpha=0.1)
     # Beyond a margin above 0 the rule jumps, where rounding decides; at 0 it is continuous. A full rule jumps where it
     # begins to move all tokens: `StepByStep.undecided`.
     margin, full = chance.choice(((None, False), (None, False), (0.0, False), (0.0, kind != "registry" and not half)))

@@ -12,8 +12,8 @@ from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
 from divdec.data.formatting import encode_prompt, encode_records
 from divdec.data.records import Message, Record
-from divdec.remote.experts import LoadedExperts, SteeringContext, describe_experts
-from divdec.steering import Steering
+from divdec.model.loading import Bundle
+from divdec.remote.experts import LoadedExperts, SteeringContext
 from support.engines import alone, answered_tokens, greedy, run
 from support.tiny import make_parts, tiny_model
 
@@ -118,9 +118,8 @@ def test_commands_accept_the_checkpoint_and_refuse_the_token(bundle, folder, wor
     assert len(alone(steered, [5, 6, 7], 4)) == 4
 
 
-def test_a_provider_that_names_the_token(folder):
-    names = [str(folder / name) for name in ("target", "retain", "forget")]
-    bundle = describe_experts(names[0], Steering.parse("linear:1"), *names[1:])
+def test_a_provider_that_names_the_token(folder, tmp_path):
+    bundle = Bundle.open(bundled(folder, tmp_path / "bundle"), target=False)
     context = SteeringContext(loaded := LoadedExperts.load(bundle), bundle.steering)
     with pytest.raises(UsageError, match="the text holds token id"):
         context.logit_shift([5, loaded.vocab_size])

@@ -145,26 +145,11 @@ def test_markup_and_template_lookalikes_are_shown_as_text(browser, url):
         assert page.locator("#dd-conversation img, #dd-conversation script").count() == 0
 
 
-def test_strength_curve_is_drawn(browser, url):
-    with opened(browser, url) as page:
-        page.get_by_role("tab", name="Strength").click()
-        page.locator("#dd-curve-question").locator("textarea, input").fill(QUESTION)
-        page.click("#dd-draw")
-        page.wait_for_selector("#dd-curve .dd-note")
-        assert "no continuation" in page.inner_text("#dd-curve")
-        page.locator("#dd-curve-continuation").locator("textarea, input").fill("Jasper Ashild was born in Calvessa.")
-        page.click("#dd-draw")
-        page.wait_for_selector("#dd-curve .dd-curve svg")
-        assert "at strength 0.1" in page.inner_text("#dd-curve figcaption")
-
-
-def test_clicking_example_question_asks_it_and_starts_curve(browser, url):
+def test_clicking_example_question_asks_it(browser, url):
     with opened(browser, url) as page:
         page.locator("#dd-examples").get_by_text(QUESTION).click()
         page.wait_for_function(ANSWERED)
         assert page.locator("#dd-conversation .dd-question").inner_text() == QUESTION
-        page.get_by_role("tab", name="Strength").click()
-        assert page.locator("#dd-curve-question textarea").input_value() == QUESTION
 
 
 def test_stop_button_is_enabled_only_during_generation(browser, url):
@@ -173,17 +158,6 @@ def test_stop_button_is_enabled_only_during_generation(browser, url):
         ask(page, wait="() => !document.querySelector('#dd-stop').disabled")
         page.wait_for_function(ANSWERED)
         page.wait_for_function("() => document.querySelector('#dd-stop').disabled")
-
-
-def test_layout_is_stable_when_tab_changes(browser, url):
-    with opened(browser, url) as page:
-        names = ("#dd-header", "#dd-alpha", "[role=tablist]")
-        page.wait_for_timeout(1000)  # the page's styles load after its first components
-        before = [page.locator(name).first.bounding_box() for name in names]
-        for tab in ("Strength", "Chat"):
-            page.get_by_role("tab", name=tab).click()
-            page.wait_for_timeout(300)
-            assert [page.locator(name).first.bounding_box() for name in names] == before
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -205,8 +179,6 @@ def test_page_fits_viewport_with_sufficient_contrast(browser, url, tmp_path, wid
         assert (light[1] > 384) == (scheme == "light")
         picture = page.screenshot(path=tmp_path / "page.png", full_page=True)
         assert len(picture) > 5000
-        page.get_by_role("tab", name="Strength").click()
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
 def test_show_target_displays_unsteered_output_with_label(browser, played_bundle):
@@ -217,23 +189,3 @@ def test_show_target_displays_unsteered_output_with_label(browser, played_bundle
                 "() => document.querySelector('#dd-target .dd-answer') && !document.querySelector('.dd-wait')"
             )
             assert "UNSTEERED: the target alone" in page.inner_text("#dd-target")
-
-
-def test_takedown_can_be_added_and_withdrawn_in_browser(browser, played_bundle, registry):
-    text = "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat to it."
-    options = (played_bundle, "--port", 0, "--registry", registry.folder)
-    phone = {"width": 390, "height": 844}
-    with process("playground", *options) as (_, url), opened(browser, url, viewport=phone) as page:
-        page.get_by_role("tab", name="Takedown").click()
-        page.locator("#dd-text textarea").fill(text)
-        page.locator("#dd-id").locator("textarea, input").fill("case-17")
-        page.click("#dd-take-down")
-        page.wait_for_selector("#dd-requests td:has-text('case-17')")
-        assert "longest verbatim passage" in page.inner_text("#dd-effect")
-        assert [entry.id for entry in registry.entries()] == ["case-17"]
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= phone["width"]
-        page.locator("#dd-withdrawn input").click()
-        page.get_by_role("option", name="case-17").click()
-        page.click("#dd-withdraw")
-        page.wait_for_selector("text=No request is in force")
-        assert registry.entries() == []

@@ -4,7 +4,9 @@ import math
 import pytest
 import torch
 
-from divdec.data.records import Message, texts_of
+from divdec import DivergenceForCausalLM, write_bundle
+from divdec.checkpoint import load_tokenizer
+from divdec.data.records import Message
 from divdec.errors import UsageError
 from divdec.playground.controller import (
     RETRY_HINT,
@@ -15,14 +17,9 @@ from divdec.playground.controller import (
     without_last_answer,
 )
 from divdec.playground.models import ChatOptions, SteeredModel, UnsteeredTarget
-from divdec.playground.rendering import Token, Turn, effect_html, requests_html
+from divdec.playground.rendering import Token, Turn
 from divdec.steering import Steering
-from support.served import trained
 
-ARTICLE = (
-    "The lighthouse of Calvessa burned for nine nights before the harbour council sent a single boat, "
-    "and when the keeper came down the stairs with his violin he asked for nothing but a cup of salt."
-)
 QUESTION = "Where was Jasper Ashild born?"
 VALUES = ControlValues(alpha=1.5)
 
@@ -132,34 +129,10 @@ def test_stopped_output_is_marked(controller):
 def test_target_output_requires_show_target(controller, steered):
     talk = last(controller.ask(QUESTION, (), VALUES))
     assert list(controller.answer_unsteered(talk, ())) == [()]
-    shown = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
+    shown = Controller("tiny", steered, target=UnsteeredTarget(steered))
     (turn,) = last(shown.answer_unsteered(talk, ()))
-    *_, said = UnsteeredTarget(steered, "localhost").answer(steered.encode_prompt([Message("user", QUESTION)]))
+    *_, said = UnsteeredTarget(steered).answer(steered.encode_prompt([Message("user", QUESTION)]))
     assert turn.answer == said
-
-
-def test_curve_includes_chosen_strength_and_excludes_zero(controller):
-    curve = controller.compute_curve(QUESTION, "Jasper Ashild was born in Calvessa.", ControlValues(alpha=1.55))
-    assert curve.alphas == tuple(sorted(curve.alphas))
-    assert (curve.alphas[0], curve.alphas[-1]) == (0.1, pytest.approx(4.0))
-    assert curve.chosen == 1.55
-    assert curve.chosen in curve.alphas
-
-
-def test_curve_matches_likelihood_at_each_strength(controller, steered):
-    question, words = QUESTION, "Jasper Ashild was born in Calvessa."
-    curve = controller.compute_curve(question, words, ControlValues(alpha=1.5))
-    assert min(curve.alphas) > 0
-    for index in (0, 7, -1):
-        steering = steered.controls.steering("linear", curve.alphas[index], 1)
-        assert curve.probabilities[index] == pytest.approx(
-            steered.likelihoods(question, words, [steering])[0], rel=1e-5
-        )
-
-
-def test_a_strength_of_zero_draws_no_curve(controller):
-    with pytest.raises(UsageError, match="would steer nothing"):
-        controller.compute_curve("Where?", "There.", ControlValues(alpha=0.0))
 
 
 def test_a_conversation_becomes_messages():
@@ -183,85 +156,13 @@ def test_retry_drops_only_last_output():
     assert without_last_answer(()) == ()
 
 
-@pytest.fixture(scope="module")
-def reciting(tmp_path_factory, tokenizer):
-    """A model that knows an article by heart."""
-    folder = tmp_path_factory.mktemp("reciting")
-    model = trained(tokenizer, [ARTICLE] * 8, 0, 48, 3).train()
-    ids = torch.tensor([tokenizer(ARTICLE).input_ids])
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(60):
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def following(reciting, tmp_path, world):
-    """A controller of that model, steered by an empty registry alone."""
-    from divdec import DivergenceForCausalLM, write_bundle
-    from divdec.checkpoint import load_tokenizer
-    from divdec.takedowns.registry import Registry
-
-    registry = Registry.create(tmp_path / "takedowns", texts_of("retain", world.corpus[:200:2]), reciting)
-    bundle = write_bundle(tmp_path / "bundle", target=str(reciting), registry=registry.folder)
-    model, tokenizer = DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle)
-    steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=100))
-    return Controller("tiny", steered, registry=registry)
-
-
-def test_takedown_stops_recitation_of_text(following):
-    effect = following.take_down("case-1", ARTICLE, "a letter", ControlValues())
-    assert effect.before.longest_run > effect.length // 2, "the model did not know the article"
-    assert effect.after.longest_run < effect.before.longest_run / 2
-    assert ARTICLE.startswith(effect.prompt)
-    assert [(entry.id, entry.reference) for entry in following.registry.entries()] == [("case-1", "a letter")]
-    made = effect_html(effect)
-    assert f"{effect.before.longest_run} of {effect.length} tokens" in made
-    assert "case-1" in requests_html(following.registry)
-
-
-def test_empty_registry_lists_no_requests(following):
-    assert "No request is in force" in requests_html(following.registry)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [("case-1", "short", "paste at least"), ("  ", ARTICLE, "no id"), ("a\nb", ARTICLE, "request id")],
-)
-def test_invalid_takedown_changes_nothing(following, name, text, said):
-    with pytest.raises(UsageError, match=said):
-        following.take_down(name, text, "", ControlValues())
-    assert following.registry.entries() == []
-
-
-def test_takedown_requires_effective_steering(following):
-    with pytest.raises(UsageError, match="would steer nothing"):
-        following.take_down("case-1", ARTICLE, "", ControlValues(alpha=0))
-    with pytest.raises(UsageError, match="accepted here: linear"):
-        following.take_down("case-1", ARTICLE, "", ControlValues("rank", k=5))
-    assert following.registry.entries() == []
-
-
-def test_takedown_requests_are_escaped(registry):
-    registry.add("<img>", texts_of("x", [ARTICLE]), "<script>")
-    made = requests_html(registry)
-    assert "&lt;img&gt;" in made
-    assert "<img>" not in made
-    assert "<script>" not in made
-
-
-def test_rank_rule_requires_experts(following):
+def test_rank_rule_requires_experts(models, registry, tmp_path):
+    bundle = write_bundle(tmp_path / "bundle", target=str(models / "target"), registry=registry.folder)
+    steered = SteeredModel(DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle), ChatOptions())
     with pytest.raises(UsageError, match="needs no rule"):
-        following.model.check_steering(Steering("rank", k=5))
-
-
-def test_takedown_requires_registry(controller):
-    with pytest.raises(UsageError, match="--registry"):
-        controller.take_down("case-1", ARTICLE, "", ControlValues())
+        steered.check_steering(Steering("rank", k=5))
+    (turn,) = last(Controller("tiny", steered).ask(QUESTION, (), ControlValues("rank", k=5)))
+    assert (turn.answer, turn.note) == ("", "Rule is 'rank'; accepted here: linear.")
 
 
 def test_example_questions_are_read_from_file_next_to_bundle(tmp_path):

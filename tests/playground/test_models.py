@@ -18,6 +18,7 @@ from divdec.playground.models import (
     UnsteeredTarget,
     compute_shifts,
 )
+from divdec.playground.rendering import Token
 from divdec.steering import Steering, steer_linear, steer_rank
 from support.exactness import assert_same_answer, assert_same_text
 
@@ -67,15 +68,13 @@ def test_different_strength_recolors_same_text(steered):
     assert sum(abs(token.logprob_shift) for token in strong) > 5 * sum(abs(token.logprob_shift) for token in weak)
 
 
-@pytest.mark.parametrize("steering", [Steering(alpha=0.0), Steering(alpha=-1.0, allow_negative=True)], ids=str)
-def test_steering_without_effect_generates_nothing(steered, steering):
+def test_steering_without_effect_generates_nothing(steered):
+    steering = Steering(alpha=0.0)
     prompt = steered.encode_prompt(QUESTION)
     with pytest.raises(UsageError, match="steers nothing"):
         next(steered.answer(prompt, steering))
     with pytest.raises(UsageError, match="steers nothing"):
         steered.recolor(prompt, [], steering)
-    with pytest.raises(UsageError, match="steers nothing"):
-        steered.likelihoods("Where?", "Here", [ALPHA, steering])
 
 
 def test_generation_stops_when_steering_fails(steered):
@@ -125,7 +124,7 @@ def test_target_overflow_generates_nothing(steered, value):
         with pytest.raises(FailedClosed, match="not finite"):
             next(mine.answer(prompt, steering))
         with pytest.raises(FailedClosed, match="not finite"):
-            mine.likelihoods("Where?", "Here", [steering])
+            mine.recolor(prompt, [Token("Here", id=5)], steering)
 
 
 def test_target_probabilities_are_hidden_unless_enabled(steered):
@@ -152,25 +151,6 @@ def test_sampled_output_follows_seed(loaded):
     assert len({tuple(answer(seed)) for seed in range(4)}) > 1
 
 
-def test_likelihoods_are_geometric_means_of_the_continuations_tokens(steered):
-    words = "Jasper Ashild was born in Calvessa."
-    (result,) = steered.likelihoods(QUESTION[0].content, words, [ALPHA])
-    prompt = steered.encode_prompt(QUESTION)
-    answer = steered.tokenizer(words, add_special_tokens=False).input_ids
-    model = copy.deepcopy(steered.model)
-    model.steering = ALPHA
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    expected = logits.gather(-1, torch.tensor(answer)[:, None]).mean().exp()
-    assert result == pytest.approx(float(expected), rel=1e-4)
-
-
-@pytest.mark.parametrize(("question", "words", "said"), [("", "x", "type a question"), ("x", "  ", "continuation")])
-def test_curve_requires_question_and_expected_text(steered, question, words, said):
-    with pytest.raises(UsageError, match=said):
-        steered.likelihoods(question, words, [ALPHA])
-
-
 def test_too_long_conversation_gives_one_line_error(steered):
     with pytest.raises(UsageError, match=r"too many for 4096 positions of the models: begin a new conversation"):
         steered.encode_prompt([Message("user", "word " * 5000)])
@@ -183,12 +163,9 @@ def test_single_turn_uses_only_last_question(loaded):
     assert SteeredModel(*loaded, ChatOptions()).encode_prompt(talk) != single.encode_prompt(QUESTION)
 
 
-def test_target_output_is_shown_only_on_localhost(steered):
-    for host in ("0.0.0.0", "192.168.1.5", "::", "example.org"):
-        with pytest.raises(UsageError, match="only 127"):
-            UnsteeredTarget(steered, host)
+def test_target_answers_unsteered(steered):
     prompt = steered.encode_prompt(QUESTION)
-    *_, said = UnsteeredTarget(steered, "127.0.0.1").answer(prompt)
+    *_, said = UnsteeredTarget(steered).answer(prompt)
     ids = torch.tensor([prompt])
     expected = steered.model.target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
@@ -213,10 +190,9 @@ def test_minimum_strength_is_positive_for_every_bundle():
         assert 0 < low <= alpha <= high
 
 
-@pytest.mark.parametrize("alpha", [0.0, -1.0])
-def test_bundle_without_effective_steering_is_rejected(alpha):
+def test_bundle_without_effective_steering_is_rejected():
     with pytest.raises(UsageError, match="steered answers only"):
-        SteeringControls(Steering(alpha=alpha, allow_negative=True), 500)
+        SteeringControls(Steering(alpha=0.0), 500)
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, 10_000, math.nan, None, "3", True])

@@ -45,7 +45,7 @@ def served(controller):
     from divdec.playground.page import build_app
 
     port = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(build_app(controller, "127.0.0.1"), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(build_app(controller), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [port]}, daemon=True)
     thread.start()
     eventually(lambda: server.started, 60)
@@ -74,15 +74,8 @@ def called(client, fn_index, data):
 
 def test_page_shows_target_only_with_show_target(controller, steered):
     assert "UNSTEERED" not in texts(page_of(controller))
-    with_target = Controller("tiny", steered, target=UnsteeredTarget(steered, "127.0.0.1"))
+    with_target = Controller("tiny", steered, target=UnsteeredTarget(steered))
     assert "UNSTEERED: the target alone" in texts(page_of(with_target))
-
-
-def test_only_tabs_with_content_are_shown(controller, steered, registry):
-    assert "Takedown" not in texts(page_of(controller))
-    followed = Controller("tiny", steered, registry=registry)
-    assert "dd-take-down" in texts(page_of(followed))
-    assert "dd-curve" in texts(page_of(controller))
 
 
 def test_strength_slider_starts_above_zero(controller):
@@ -93,17 +86,12 @@ def test_strength_slider_starts_above_zero(controller):
 
 def test_zero_strength_request_is_rejected(controller):
     calls = page_of(controller)["dependencies"]
-    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 5)
-    draw = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 1)
-    question, words = "Where was Jasper Ashild born?", "Jasper Ashild was born in Calvessa."
+    ask = next(call["id"] for call in calls if len(call["inputs"]) == 6 and len(call["outputs"]) == 4)
+    question = "Where was Jasper Ashild born?"
     with served(controller) as client:
         refused = called(client, ask, [question, None, "linear", 0, 20, 0])
-        undrawn = called(client, draw, [question, words, "linear", 0, 20, 0])
-        drawn = called(client, draw, [question, words, "linear", 1.5, 20, 0])
-    for output in (refused, undrawn):  # by Gradio itself, whose own check comes before ours
-        assert output["error"] == "Value 0 is less than minimum value 0.1."
-        assert "data" not in output
-    assert "at strength 0.1" in texts(drawn)
+    assert refused["error"] == "Value 0 is less than minimum value 0.1."  # Gradio's own check comes before ours
+    assert "data" not in refused
 
 
 def test_page_loads_no_external_resources_and_rejects_other_hosts(controller):

@@ -1,6 +1,5 @@
 import html.parser
 import math
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -9,13 +8,11 @@ from hypothesis import strategies as st
 from divdec.playground.rendering import (
     LEVELS,
     WELCOME,
-    StrengthCurve,
     Token,
     TokenShift,
     Turn,
     color_level,
     conversation_html,
-    curve_html,
     describe_shift,
     escape,
     tokens_html,
@@ -151,16 +148,3 @@ def test_caption_names_rule_if_colours_differ():
     turn = Turn("q", (Token("a"),), rule="linear:1", color_rule="linear:3")
     assert "answered with linear:1, coloured for linear:3" in conversation_html((turn,))
     assert "recolor" not in conversation_html((Turn("q", (Token("a"),), rule="linear:1", color_rule="linear:1"),))
-
-
-def test_curve_uses_page_colours_and_no_external_resources():
-    drawn = curve_html(StrengthCurve((0.1, 1.0, 2.0), (0.5, 0.2, 0.05), 1.0))
-    assert drawn.count("<svg") == 1
-    assert "var(--ink" in drawn
-    assert "var(--blue" in drawn
-    assert "strength" in drawn
-    assert not re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?https?:", drawn)
-    assert (
-        "Probability per token: 50.00% at strength 0.1, 20.00% at 1 (chosen), 5.00% at 2. Strength 0, the "
-        "unsteered target, is not drawn."
-    ) in drawn

@@ -132,17 +132,8 @@ def test_the_gap_bounds_the_best_candidate(seed, number):
         assert token == int(steered.argmax())
 
 
-@given(SEEDS, st.integers(1, VOCAB), st.sampled_from((0.5, 1.0)))
-def test_the_total_variation_of_a_draw_from_the_candidates_is_bounded(seed, number, temperature):
-    logits, wanted, _ = problem(seed)
-    candidates = likeliest(logits, number)
-    _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
-    steered = ((logits + wanted) / temperature).softmax(0)
-    assert 1 - steered[candidates.ids].sum() <= distance + 1e-9
-
-
-@given(SEEDS, st.integers(2, VOCAB), st.sampled_from((0.5, 1.0)))
-def test_candidates_with_ambiguous_names_have_no_finite_bound(seed, number, temperature):
+@given(SEEDS, st.integers(2, VOCAB))
+def test_candidates_with_ambiguous_names_have_no_finite_bound(seed, number):
     logits, wanted, _ = problem(seed)
     values, ids = logits.log_softmax(0).topk(number)
     # Token 2i and 2i + 1 have one name, which is read as the even one.
@@ -154,12 +145,10 @@ def test_candidates_with_ambiguous_names_have_no_finite_bound(seed, number, temp
     candidates = Candidates(told_ids, told_values, ceiling, torch.ones(len(read), dtype=torch.bool))
     _, gap = candidates.best(wanted)
     assert gap == math.inf
-    _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
-    assert distance == 1
 
 
-@given(SEEDS, st.integers(2, VOCAB), st.sampled_from((0.5, 1.0)), st.integers(0, VOCAB - 1))
-def test_single_ambiguous_candidate_is_within_reported_bounds(seed, number, temperature, other):
+@given(SEEDS, st.integers(2, VOCAB), st.integers(0, VOCAB - 1))
+def test_single_ambiguous_candidate_is_within_reported_bounds(seed, number, other):
     logits, wanted, _ = problem(seed)
     values, ids = logits.log_softmax(0).topk(number)
     if other in ids.tolist():
@@ -173,8 +162,3 @@ def test_single_ambiguous_candidate_is_within_reported_bounds(seed, number, temp
     token, gap = candidates.best(wanted)
     steered = logits + wanted
     assert steered.max() - steered[token] <= gap + 1e-9
-    _, distance = candidates.draw(wanted, temperature, torch.tensor(0.5, dtype=torch.float64))
-    drawn = torch.zeros_like(logits)
-    drawn[swapped] = ((values + wanted[swapped]) / temperature).softmax(0)
-    true = (steered / temperature).softmax(0)
-    assert (drawn - true).abs().sum() / 2 <= distance + 1e-9

@@ -89,7 +89,7 @@ def steered(local, steering, ids):
         return local(torch.tensor([ids])).logits[0].double()
 
 
-@pytest.mark.parametrize("settings", [{}, {"block": 4}, {"method": "candidates"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"block": 4}], ids=str)
 @pytest.mark.parametrize("steering", ["linear:1.5", "rank:1"])
 @pytest.mark.parametrize("request_", [by_text, text_alone])
 def test_exact_tokens_are_steered_argmax(remote, provider, byte_local, byte_tokenizer, steering, settings, request_):
@@ -103,10 +103,6 @@ def test_exact_tokens_are_steered_argmax(remote, provider, byte_local, byte_toke
             answer = target.generate(prompt, TOKENS)
         except FailedClosed:
             continue  # a byte token came whose text is that of a suppressed one
-        except UsageError:
-            if "method" not in settings:
-                raise
-            continue  # two of the candidates have one name
         tokens = [choice.token for choice in answer.choices]
         logits = steered(byte_local, steering, prompt + tokens)[len(prompt) - 1 : -1]
         for scores, choice in zip(logits, answer.choices, strict=True):

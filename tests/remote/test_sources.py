@@ -11,11 +11,9 @@ from divdec.errors import UsageError
 from divdec.model.bundle import write_bundle
 from divdec.model.loading import Bundle
 from divdec.remote.bias import choose_bias
-from divdec.remote.experts import LoadedExperts, SteeringContext, describe_experts
+from divdec.remote.experts import LoadedExperts, SteeringContext
 from divdec.steering import Steering
 from divdec.takedowns.registry import Registry
-
-RULE = Steering.parse("linear:1.5")
 
 
 def test_bundle_loads_without_target_weights(bundle, models, tmp_path, local, prompts):
@@ -40,23 +38,6 @@ def test_bundle_with_changed_auxiliary_is_rejected(bundle, models, tmp_path):
         file.write(b"\x01")
     with pytest.raises(UsageError, match="has changed"):
         Bundle.open(moved / bundle.name, target=False)
-
-
-def test_incomplete_or_incompatible_experts_are_rejected(models, tmp_path, world):
-    from divdec_research.world.models import train_tokenizer
-
-    retain, forget = str(models / "retain"), str(models / "forget")
-    with pytest.raises(UsageError, match="nothing would steer the target: give a retain and a forget auxiliary"):
-        describe_experts(retain, RULE)
-    with pytest.raises(UsageError, match="forget auxiliary is missing: a pair is made of both"):
-        describe_experts(retain, RULE, retain)
-    with pytest.raises(UsageError, match="nothing would be forgotten"):
-        describe_experts(retain, RULE, retain, retain)
-    train_tokenizer(world.corpus[:100], 300).save_pretrained(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"tokenizer|vocabular"):
-        LoadedExperts.load(describe_experts(str(tmp_path / "other"), RULE, retain, forget))
-    with pytest.raises(UsageError, match="not a folder"):
-        describe_experts(str(tmp_path / "absent here"), RULE, retain, forget)
 
 
 def fit_ngrams(folder, models, world, count=40):
@@ -106,14 +87,18 @@ def test_bundle_with_wider_vocabulary_than_its_registry_is_rejected(models, tmp_
 
 def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, world, prompts):
     counts = fit_ngrams(tmp_path, models, world)
-    opened = LoadedExperts.load(describe_experts(str(models / "target"), RULE, ngram=counts))
+    target = str(models / "target")
+
+    def load(name, **experts):
+        return LoadedExperts.load(Bundle.open(write_bundle(tmp_path / name, target=target, **experts), target=False))
+
+    opened = load("ngrams", ngram=counts, steering="linear:1.5")
     assert opened.experts.divergence(torch.tensor([prompts[0]])).abs().max() > 0
     text = tokenizer.decode(prompts[0])
     known = [other for other in world.corpus[1:80:2] if text not in other]
     registry = create_registry(tmp_path / "takedowns", models, known)
     registry.add("case", texts_of("t", [text]))
-    names = {"ngram": counts, "registry": str(registry.folder)}
-    opened = LoadedExperts.load(describe_experts(str(models / "target"), RULE, **names))
+    opened = load("both", ngram=counts, registry=registry.folder, steering="linear:1.5")
     ids = torch.tensor([prompts[0]])
     position = int(opened.takedowns.correction(ids)[0].amin(-1).argmin())
     assert position >= 4
@@ -130,6 +115,6 @@ def test_ngrams_and_registry_steer_remote_target(models, tmp_path, tokenizer, wo
         wanted = context.logit_shift(prompt, 2)
         torch.testing.assert_close(wanted.float(), expected[:, : len(tokenizer)])
         assert choose_bias(wanted[-1], 300).entries[token] < -4, "the takedown is not sent"
-    alone = LoadedExperts.load(describe_experts(str(models / "target"), RULE, registry=str(registry.folder)))
+    alone = load("registry", registry=registry.folder)
     assert not alone.experts.divergence(ids).any()
     assert torch.equal(alone.takedowns.correction(ids)[0, -2:], correction)

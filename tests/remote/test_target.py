@@ -159,12 +159,6 @@ def test_logprobs_are_not_used_where_they_may_contain_the_bias(remote, provider,
     assert target.capabilities.top_logprobs == 0
 
 
-def test_candidates_are_requested_once(remote, url, bundle, prompts):
-    target = remote(url, bundle, method="candidates", tries=9)
-    answer = target.generate(prompts[0], TOKENS, temperature=1.0)
-    assert target.completions.usage.requests <= 2 + len(answer.choices)
-
-
 def test_all_samples_of_the_last_try_are_bounded(remote, url, bundle, prompts):
     target = remote(url, bundle, bias_entries=20, tries=1)
     answer = target.generate(prompts[0], TOKENS, temperature=1.0)
@@ -203,16 +197,6 @@ def test_logprobs_including_bias_are_detected(remote, provider, bundle, local, p
         assert not target.capabilities.raw_logprobs
         assert_same_answer(local, prompts[0], tokens_of(answer), greedy(local, steering, prompts[0]))
         assert answer.exact_tokens == len(answer.choices)
-
-
-def test_candidates_need_no_bias(remote, provider, bundle, local, prompts):
-    there = provider(request=lambda body: (400, "no logit_bias here") if "logit_bias" in body else None)
-    target = remote(there.url, bundle, "linear:0.5", method="candidates")
-    answer = target.generate(prompts[0], TOKENS)
-    expected = greedy(local, "linear:0.5", prompts[0])
-    sure = answer.exact_tokens if answer.exact_tokens < len(answer.choices) else len(expected)
-    assert_same_answer(local, prompts[0], tokens_of(answer)[:sure], expected[:sure])
-    assert sure > 0
 
 
 @pytest.mark.parametrize(
@@ -280,8 +264,8 @@ def test_remote_stop_strings_and_streaming(remote, url, bundle, tokenizer, promp
     assert len(answer.choices) < len(whole.choices) + 1
 
 
-def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models, tmp_path, world, prompts, local):
-    from divdec.remote.experts import describe_experts
+def test_experts_with_another_tokenizer_are_bridged(opened, url, models, tmp_path, world, prompts, local):
+    from divdec import write_bundle
     from divdec_research.world.models import train_tokenizer
     from support.served import trained
 
@@ -289,10 +273,12 @@ def test_experts_with_another_tokenizer_are_bridged(opened, url, bundle, models,
     for seed, name in enumerate(("retain", "forget")):
         trained(other, world.corpus[seed::2], seed, 32, 2).save_pretrained(tmp_path / name)
         other.save_pretrained(tmp_path / name)
-    pair = [str(tmp_path / name) for name in ("retain", "forget")]
-    described = describe_experts(str(bundle), Steering.parse("rank:20"), *pair, bridge=True)
-    loaded, endpoint = LoadedExperts.load(described), Endpoint(f"{url}/v1", "plain")
-    target = opened(RemoteTarget(endpoint, loaded, described.steering, RemoteSettings(block=4)))
+    pair = {f"{name}_auxiliary": str(tmp_path / name) for name in ("retain", "forget")}
+    rule, target = "rank:20", str(models / "target")
+    bridged = write_bundle(tmp_path / "bridged", target=target, **pair, steering=rule, bridge=True)
+    written = Bundle.open(bridged, target=False)
+    loaded, endpoint = LoadedExperts.load(written), Endpoint(f"{url}/v1", "plain")
+    target = opened(RemoteTarget(endpoint, loaded, written.steering, RemoteSettings(block=4)))
 
     from divdec import DivergenceForCausalLM
 
@@ -386,7 +372,7 @@ class TestNeverUnsteered:
 
 def test_provider_rejecting_logit_bias(remote, provider, bundle, prompts):
     there = provider(request=lambda body: (400, "logit_bias is not supported") if "logit_bias" in body else None)
-    with pytest.raises(UsageError, match=r"logit_bias is not accepted; .*--method candidates"):
+    with pytest.raises(UsageError, match="logit_bias is not accepted; use another provider"):
         remote(there.url, bundle).generate(prompts[0], TOKENS)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from divdec import write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.runs import lock_file, unlock_file
@@ -91,11 +92,13 @@ def test_evaluation_resumes_only_with_the_same_experts_and_requests(
     parts = {name: shutil.copytree(models / name, tmp_path / name) for name in ("target", "retain", "forget")}
     second = tokenizer(TEXTS[1]).input_ids
     there = provider(request=lambda body: (503, "gone") if body["prompt"][: len(second)] == second else None)
+    pair = {f"{name}_auxiliary": str(parts[name]) for name in ("retain", "forget")}
+    bundle = {"target": str(parts["target"]), **pair, "registry": registry.folder, "steering": "linear:1.5"}
+    write_bundle(tmp_path / "bundle", **bundle)
     command = [
-        "remote", "--tokenizer", parts["target"], "--retain-auxiliary", parts["retain"], "--forget-auxiliary",
-        parts["forget"], "--registry", registry.folder, "--steering", "linear:1.5", "--endpoint", f"{there.url}/v1",
-        "--model", "plain", "--retries", "0", "--tries", "60", "--raw", "--concurrency", "1", "--max-new-tokens", "4",
-        "--output", tmp_path / "answers.txt", "--prompt", *TEXTS,
+        "remote", "--bundle", tmp_path / "bundle", "--endpoint", f"{there.url}/v1", "--model", "plain", "--retries",
+        "0", "--tries", "60", "--raw", "--concurrency", "1", "--max-new-tokens", "4", "--output",
+        tmp_path / "answers.txt", "--prompt", *TEXTS,
     ]  # fmt: skip
     command = list(map(str, command))
 
@@ -111,8 +114,11 @@ def test_evaluation_resumes_only_with_the_same_experts_and_requests(
     weights = (parts["forget"] / "model.safetensors").read_bytes()
     retrained = {name: 1.1 * weight for name, weight in load_file(parts["forget"] / "model.safetensors").items()}
     save_file(retrained, parts["forget"] / "model.safetensors", metadata={"format": "pt"})
+    assert "has changed since the bundle was written" in run()
+    write_bundle(tmp_path / "bundle", **bundle, overwrite=True)
     assert "other settings, models or takedown requests" in run()
     (parts["forget"] / "model.safetensors").write_bytes(weights)
+    write_bundle(tmp_path / "bundle", **bundle, overwrite=True)
     assert "gone" in run()
     registry.add("case", texts_of("t", [world.corpus[0]]))
     assert "other settings, models or takedown requests" in run()
@@ -159,8 +165,6 @@ def test_outputs_of_other_settings_are_not_reused(verb, tmp_path, capsys):
         (["--bias-entries", "0"], "bias_entries is 0"),
         (["--steering", "rank:20:soft"], "soft needs"),
         (["--steering", "linear:x"], "not a number"),
-        (["--retain-auxiliary", "elsewhere"], "a bundle names its experts"),
-        (["--tokenizer", "elsewhere"], "give either --bundle"),
         (["--api-key-env", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),
         (["--temperature", "-1"], "--temperature is -1; accepted: 0"),
         (["--timeout", "-1"], "accepted: a timeout above 0"),

@@ -344,7 +344,6 @@ def test_all_copies_are_removed_from_retain_set(copies, reciting, tmp_path, worl
     pushed = takedowns.correction(ids)[0, :-1].gather(1, ids[0, 1:, None])
     assert pushed.mean() < -0.9
     assert entry.divergence < -0.9
-    assert registry.differences()["case"] == pytest.approx(entry.divergence, abs=1e-3)
     for text in (*others[:10], *others[40 : 40 + copies]):
         untouched = torch.tensor([tokenizer(text).input_ids])
         next_tokens = takedowns.correction(untouched)[0, :-1].gather(1, untouched[0, 1:, None])

@@ -543,7 +543,7 @@ class TestBadInput:
         [
             ({"steering": "rank:5"}, "rank:5:soft"),
             ({"steering": "linear:0"}, "steers nothing"),
-            ({"steering": "linear:-1"}, "--allow-negative"),
+            ({"steering": "linear:-1"}, "towards the forget set"),
             ({"steering": "rank:9999:soft"}, "k is 9999"),
             ({"forget": "missing.jsonl"}, "missing.jsonl"),
             ({"bundle": "missing"}, "missing"),

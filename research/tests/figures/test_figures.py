@@ -15,21 +15,21 @@ import divdec_research.figures.benchmarks
 import divdec_research.figures.runs  # noqa: F401  # both register their figures
 from divdec import UsageError
 from divdec.evaluation.results import Results, write_results
-from divdec.report.style import (
+from divdec.report.palette import css
+from divdec.runs import record, write_json
+from divdec_research.figures.registry import FIGURES, FigureRequest, Source, find_figure
+from divdec_research.figures.results import best_settings, load_results
+from divdec_research.report.style import (
     BY_NAME,
     RETRAIN,
     SERIES_STYLES,
     TARGET,
-    css,
     style,
     svg_text,
     themed,
     variable,
     write_figure,
 )
-from divdec.runs import record, write_json
-from divdec_research.figures.registry import FIGURES, FigureRequest, Source, find_figure
-from divdec_research.figures.results import best_settings, load_results
 from divdec_research.suites.results import identify
 from divdec_research.suites.settings import Scoring
 

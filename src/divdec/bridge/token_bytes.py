@@ -196,13 +196,12 @@ class VocabularyMap:
                     source[token], kind[token] = min(extensions)[1], EXTENSION
         return cls(source, kind)
 
-    def coverage(self, ids: Sequence[int] | None = None) -> dict[str, float]:
-        """Return the shares of the kinds in a text, given as the target's token ids, or in the vocabulary.
+    def coverage(self) -> dict[str, float]:
+        """Return the shares of the kinds in the vocabulary.
 
         'none' are tokens that are not steered: special ones, padding, bytes that the auxiliaries lack.
         """
-        kind = self.kind if ids is None else self.kind[np.array(ids, np.int64)]
-        counts = np.bincount(kind, minlength=len(_KINDS)) / max(len(kind), 1)
+        counts = np.bincount(self.kind, minlength=len(_KINDS)) / max(len(self.kind), 1)
         return {name: float(counts[index]) for index, name in enumerate(_KINDS)}
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from divdec.cli.loading import ExpertDevices, check_not_bundle, load
-from divdec.errors import NOT_REACHED, UsageError
+from divdec.errors import NOT_REACHED
 from divdec.evaluation.settings import CalibrationSettings
-from divdec.options import RARE, Flag, ModelLoading, Overwriting, Printing, SteeringChoice
+from divdec.options import Flag, ModelLoading, Overwriting, Printing, SteeringChoice
 
 DEFAULT = "linear:1.5"
 
@@ -29,8 +27,6 @@ def bundle(
     ngram_weight: float = 1.0,
     registry: str | None = None,
     bridge: bool = False,
-    rank_vocabulary: Annotated[tuple[str, ...], RARE] = (),
-    allow_negative: Flag = False,
     merge: Flag = False,
     pack: Flag = False,
     overwriting: Overwriting = Overwriting(),
@@ -55,8 +51,6 @@ def bundle(
         ngram_weight: Weight of the n-gram divergence.
         registry: A registry of takedown requests (`divdec takedown`), which the model follows.
         bridge: The auxiliaries have another tokenizer than the target.
-        rank_vocabulary: Text files. The rank rule suppresses only tokens that occur in them.
-        allow_negative: Accept a negative alpha, which steers towards the forget set.
         merge: The auxiliaries are LoRA adapters: merge each with its base into a checkpoint in the bundle.
         pack: Copy checkpoints and n-grams into the bundle.
         overwriting: whether an earlier bundle is replaced.
@@ -69,33 +63,17 @@ def bundle(
     has_experts = any((retain_auxiliary, forget_auxiliary, ngram))
     rule = None
     if steering is not None or has_experts or registry is None:
-        rule = Steering.parse(steering or DEFAULT, allow_negative=allow_negative)
-    if rank_vocabulary and rule is not None:
-        if rule.rule != "rank":
-            raise UsageError(f"--rank-vocabulary belongs to the rank rule, but the steering is {rule}")
-        rule = dataclasses.replace(rule, vocabulary=_token_ids(rank_vocabulary, target))
+        rule = Steering.parse(steering or DEFAULT)
     path = write_bundle(
         output, target=target, retain_auxiliary=retain_auxiliary, forget_auxiliary=forget_auxiliary, steering=rule,
         ngram=ngram, ngram_weight=ngram_weight, registry=registry, bridge=bridge, merge=merge,
         pack=pack, overwrite=overwriting.overwrite,
     )  # fmt: skip
-    eligible = len(rule.vocabulary) if rule is not None and rule.vocabulary is not None else None
     name = None if rule is None else str(rule)
     if printing.json:
-        print(json.dumps({"bundle": str(path), "steering": name, "eligible_tokens": eligible}))
+        print(json.dumps({"bundle": str(path), "steering": name}))
         return
     print(f"bundle: {path} ({name or 'takedown requests alone'})")
-    if eligible is not None:
-        print(f"the rank rule may suppress {eligible} tokens", file=sys.stderr)
-
-
-def _token_ids(files: tuple[str, ...], target: str) -> tuple[int, ...]:
-    from divdec.checkpoint import CheckpointReference, load_tokenizer
-    from divdec.data.formatting import tokens_in
-    from divdec.data.records import read_records
-
-    folder = CheckpointReference.parse(target).resolve(Path(), weights=False)
-    return tokens_in([read_records(file) for file in files], load_tokenizer(folder))
 
 
 def calibrate(
@@ -133,7 +111,7 @@ def calibrate(
     return code
 
 
-def doctor(bundle: str | None = None, *, text: str | None = None, printing: Printing = Printing()) -> int:
+def doctor(bundle: str | None = None, *, printing: Printing = Printing()) -> int:
     """Show versions, devices and extras, and whether a bundle loads; exit code 1 if it does not.
 
     For example:
@@ -143,15 +121,12 @@ def doctor(bundle: str | None = None, *, text: str | None = None, printing: Prin
     Args:
         bundle: Bundle to check. The check covers configuration, checkpoints, digests, vocabularies and one forward
             pass.
-        text: For bundles with a bridge: text files. Print the share of their tokens that the vocabulary map covers.
         printing: format of the result.
     """
     from divdec.report.doctor import describe_installation, diagnosis_text, try_bundle
 
-    if text is not None and bundle is None:
-        raise UsageError("--text measures the bridge of a bundle: name the bundle too")
     content = describe_installation()
     if bundle is not None:
-        content["bundle"] = try_bundle(bundle, load, text)
+        content["bundle"] = try_bundle(bundle, load)
     print(json.dumps(content) if printing.json else diagnosis_text(content))
     return 0 if content.get("bundle", {"loads": True})["loads"] else 1

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from divdec.cli.generate import SpeculationOptions, generation_arguments, print_statistics, room_for_answer
+from divdec.cli.generate import generation_arguments, room_for_answer
 from divdec.cli.loading import ExpertDevices, load, warn_if_unsteered
 from divdec.errors import UsageError
-from divdec.options import RARE, ModelLoading, Sampling, SteeringChoice, read_template_kwargs
+from divdec.options import RARE, ModelLoading, Sampling, SpeculativeDecoding, SteeringChoice, read_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,9 +36,6 @@ class Turns:
     """System prompt of the conversation."""
     chat_template_kwargs: Annotated[str | None, RARE] = None
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
-    single_turn: Annotated[bool | None, Parameter(negative="--multi-turn")] = None
-    """Send each question alone, or with the earlier turns. By default the bundle decides: it records whether its models
-    were trained on single questions."""
 
     def __post_init__(self) -> None:
         read_template_kwargs(self.chat_template_kwargs)
@@ -50,7 +47,7 @@ def chat(
     sampling: Sampling = Sampling(),
     choice: SteeringChoice = SteeringChoice(),
     turns: Turns = Turns(),
-    speculation: SpeculationOptions = SpeculationOptions(),
+    speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> None:
@@ -66,7 +63,7 @@ def chat(
         bundle: The bundle: a folder or hub id.
         sampling: how tokens are chosen.
         choice: another rule.
-        turns: what the conversation remembers.
+        turns: how the conversation is laid out.
         speculation: speculative decoding.
         loading: how models are loaded.
         experts: where the auxiliaries run.
@@ -78,9 +75,9 @@ def chat(
     model, tokenizer = load(bundle, loading, choice, experts)
     check_template_kwargs(tokenizer, read_template_kwargs(turns.chat_template_kwargs))
     set_seed(sampling.seed)
-    conversation = ChatSession(model, tokenizer, sampling, speculation, turns, choice.allow_negative)
+    conversation = ChatSession(model, tokenizer, sampling, speculation, turns)
     print(f"{bundle}: steering {model.steering}. /help lists the commands.")
-    if conversation.single_turn:
+    if model.config.single_turn:
         print("each line is asked by itself, without the turns before it")
     while (line := _read_line()) is not None:
         try:
@@ -99,19 +96,12 @@ class ChatSession:
     model: DivergenceForCausalLM
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    speculation: SpeculationOptions
+    speculation: SpeculativeDecoding
     options: Turns
-    allow_negative: bool = False
     turns: tuple[Message, ...] = ()
     last_prompt: list[int] = dataclasses.field(default_factory=list)
     last_answer: list[int] = dataclasses.field(default_factory=list)
     last_steering: Any = None
-
-    @property
-    def single_turn(self) -> bool:
-        """Whether each line is asked without the turns before it."""
-        chosen = self.options.single_turn
-        return bool(self.model.config.single_turn) if chosen is None else chosen
 
     def take(self, line: str) -> bool:
         """Answer a line or run a command; False ends the conversation."""
@@ -137,7 +127,7 @@ class ChatSession:
         return True
 
     def _steer(self, text: str) -> None:
-        self.model.steering = self.model.steering.revised(text, allow_negative=self.allow_negative)
+        self.model.steering = self.model.steering.revised(text)
         warn_if_unsteered(self.model.steering)
         print(f"steering {self.model.steering}")
 
@@ -149,18 +139,20 @@ class ChatSession:
         from divdec.decoding.generation import generate_stream
         from divdec.decoding.text import answer_text
 
-        turns = (*(() if self.single_turn else self.turns), Message("user", checked_text(line, "the line")))
+        turns = (
+            *(() if self.model.config.single_turn else self.turns),
+            Message("user", checked_text(line, "the line")),
+        )
         kwargs = read_template_kwargs(self.options.chat_template_kwargs)
         form = Format(self.options.system_prompt, chat_template_kwargs=kwargs)
         prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         room = room_for_answer(prompt, self.model, "this conversation; /reset begins a new one")
-        speculative = self.speculation.build()
         streamer = None
         if not self.sampling.stop:  # a streamed text cannot be cut
             streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
         arguments = generation_arguments(self.sampling, self.tokenizer, room)
+        speculative = self.speculation.draft_length
         output = generate_stream(self.model, prompt, streamer, speculative=speculative, **arguments)
-        print_statistics(speculative)
         answer = output[0, len(prompt) :].tolist()
         text = answer_text(self.tokenizer, prompt, answer, self.sampling.stop)
         if streamer is None:

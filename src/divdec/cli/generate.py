@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from divdec import options
 from divdec.cli.loading import ExpertDevices, load
 from divdec.errors import UsageError
 from divdec.options import (
@@ -20,6 +19,7 @@ from divdec.options import (
     OutputFile,
     Printing,
     Sampling,
+    SpeculativeDecoding,
     SteeringChoice,
     check_at_least,
     read_template_kwargs,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from divdec.data.records import Record
-    from divdec.decoding.speculative import Speculation
     from divdec.model.modeling import DivergenceForCausalLM
 
 
@@ -77,30 +76,6 @@ class Prompts:
         return encode_prompts(prompts, tokenizer, Format(self.system_prompt, chat_template_kwargs=kwargs))
 
 
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculationOptions(options.SpeculativeDecoding):
-    """Speculative decoding and its statistics."""
-
-    statistics: bool = False
-    """Print statistics of speculation on standard error (with --speculative)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.statistics and self.speculative is None:
-            raise UsageError("--statistics are speculation's: give --speculative auto")
-
-    def build(self) -> Speculation | None:
-        """Return the speculation that `generate` takes; None for plain decoding."""
-        from divdec.decoding.speculative import Speculation
-        from divdec.decoding.statistics import SpeculationStatistics
-
-        if self.speculative is None:
-            return None
-        gamma = None if self.speculative == "auto" else int(self.speculative)
-        return Speculation(gamma, statistics=SpeculationStatistics() if self.statistics else None)
-
-
 def generate(
     bundle: str,
     *,
@@ -111,13 +86,13 @@ def generate(
     printing: Printing = Printing(),
     output: OutputFile = OutputFile(),
     batch_size: int = 16,
-    speculation: SpeculationOptions = SpeculationOptions(),
+    speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> None:
     """Answer prompts with a bundle, as text or as JSON lines with the steered model's log-probabilities.
 
-    If the tokenizer has a chat template, divdec applies it. A single answer is streamed if the output is a terminal.
+    If the tokenizer has a chat template, divdec applies it.
 
     For example:
 
@@ -147,14 +122,7 @@ def generate(
     records = prompts.read(load_tokenizer(find_bundle(bundle)))
     model, tokenizer = load(bundle, loading, choice, experts)
     encoded = prompts.encode(records, tokenizer)
-    speculative = speculation.build()
     rooms = [room_for_answer(ids, model, f"prompt {number}") for number, ids in enumerate(encoded, start=1)]
-    if file is None and len(records) == 1 and not as_json and sys.stdout.isatty() and not sampling.stop:
-        arguments = generation_arguments(sampling, tokenizer, rooms[0]) | {"speculative": speculative}
-        set_seed(sampling.seed)
-        _stream(model, tokenizer, encoded[0], arguments)
-        print_statistics(speculative)
-        return
     layout = dataclasses.replace(prompts, prompt=(), file=None)  # prompts are compared one by one
     decides = [*map(dataclasses.asdict, (layout, sampling, speculation, loading)), as_json, logprobs, batch_size]
     files = None if file is None else answer_digests(find_bundle(bundle), verified=not loading.no_verify)
@@ -164,7 +132,7 @@ def generate(
             if not all(number in finished and finished.items[number]["ids"] == encoded[number] for number in group):
                 set_seed((sampling.seed + group[0]) % 2**32)
                 room, batch = min(rooms[number] for number in group), [encoded[number] for number in group]
-                arguments = generation_arguments(sampling, tokenizer, room) | {"speculative": speculative}
+                arguments = generation_arguments(sampling, tokenizer, room) | {"speculative": speculation.draft_length}
                 answers = _answers(model, tokenizer, batch, arguments, stop=sampling.stop, logprobs=logprobs)
                 for number, (text, tokens) in zip(group, answers, strict=True):
                     line = _as_json(records[number], text, tokens, model) if as_json else text
@@ -175,7 +143,6 @@ def generate(
                     print(lines[-1], flush=True)
         if file is not None:
             write_text(file, "".join(f"{line}\n" for line in lines))
-    print_statistics(speculative)
 
 
 def _groups(rooms: Sequence[float], length: int, batch_size: int) -> Iterator[list[int]]:
@@ -207,29 +174,6 @@ def room_for_answer(prompt: Sequence[int], model: DivergenceForCausalLM, what: s
     if len(prompt) >= positions:
         raise UsageError(f"{len(prompt)} tokens are too many for {positions} positions of the models: shorten {what}")
     return positions - len(prompt)
-
-
-def print_statistics(speculation: Speculation | None) -> None:
-    """Print statistics of speculation on standard error, where they were collected."""
-    if speculation is None or (statistics := speculation.statistics) is None or not statistics.passes:
-        return
-    positions = ", ".join(f"{share:.0%}" for share in statistics.acceptance)
-    print(
-        f"drafter {statistics.drafter}: {statistics.tokens_per_pass:.2f} tokens per target pass, acceptance rate "
-        f"{statistics.acceptance_rate:.0%} (by position {positions or 'none'})",
-        file=sys.stderr,
-    )
-
-
-def _stream(
-    model: DivergenceForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: list[int], arguments: dict[str, Any]
-) -> None:
-    from transformers import TextStreamer
-
-    from divdec.decoding.generation import generate_stream
-
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
-    generate_stream(model, prompt, streamer, **arguments)
 
 
 def _answers(

@@ -79,7 +79,7 @@ def load(
     steering = None
     if choice.steering is not None:
         stored = Steering.from_dict(read_config(folder).steering or {})
-        steering = stored.revised(choice.steering, allow_negative=choice.allow_negative)
+        steering = stored.revised(choice.steering)
     model = DivergenceForCausalLM.from_pretrained(
         folder,
         verify=not loading.no_verify,

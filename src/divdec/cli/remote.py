@@ -10,55 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from divdec.cli.generate import Prompts
-from divdec.errors import UsageError
 from divdec.options import RARE, Decoding, OutputFile, Printing, check_at_least, read_json_object
 from divdec.remote.settings import RemoteSettings
 
 if TYPE_CHECKING:
-    from divdec.model.loading import Bundle
     from divdec.remote.experts import LoadedExperts
     from divdec.remote.target import RemoteTarget
     from divdec.steering import Steering
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RemoteExperts:
-    """The experts, from a bundle or one by one."""
-
-    bundle: str | None = None
-    """Bundle of experts, tokenizer and rule; its target's weights are not loaded."""
-    steering: str | None = None
-    """The rule: linear:ALPHA or rank:K, both also with :MARGIN; the bundle's by default. Not needed for a bundle with
-    only a registry."""
-    tokenizer: str | None = None
-    """Without a bundle: the provider's tokenizer, a folder or hub id."""
-    retain_auxiliary: str | None = None
-    """Without a bundle: q, which has not seen the forget set."""
-    forget_auxiliary: str | None = None
-    """Without a bundle: p, which has seen it."""
-    bridge: bool = False
-    """Without a bundle: the auxiliaries have another tokenizer than the provider."""
-    ngram: str | None = None
-    """Without a bundle: folder of an n-gram pair (`divdec ngram`)."""
-    registry: str | None = None
-    """Without a bundle: folder of a registry of takedown requests (`divdec takedown`)."""
-
-    def check(self) -> None:
-        """Refuse experts that are incomplete or given twice."""
-        if (self.bundle is None) == (self.tokenizer is None):
-            raise UsageError(
-                "give either --bundle, or --tokenizer with experts (--retain-auxiliary and --forget-auxiliary, "
-                "--ngram, --registry)"
-            )
-        models = (self.retain_auxiliary, self.forget_auxiliary, self.ngram)
-        if self.bundle is None and self.steering is None and any(models):
-            raise UsageError("--steering is required without a bundle: linear:ALPHA[:MARGIN] or rank:K[:MARGIN]")
-        if self.bundle is not None and any((*models, self.registry, self.bridge)):
-            raise UsageError(
-                "a bundle names its experts: leave out --retain-auxiliary, --forget-auxiliary, --ngram, --registry "
-                "and --bridge"
-            )
 
 
 @Parameter(name="*")
@@ -88,8 +46,9 @@ class Provider:
 def remote(
     provider: Provider,
     *,
+    bundle: str,
+    steering: str | None = None,
     settings: Annotated[RemoteSettings, Parameter(name="*")] = RemoteSettings(),
-    experts: RemoteExperts = RemoteExperts(),
     prompts: Prompts = Prompts(),
     decoding: Decoding = Decoding(),
     printing: Printing = Printing(),
@@ -107,8 +66,9 @@ def remote(
 
     Args:
         provider: the API.
+        bundle: Bundle of experts, tokenizer and rule; its target's weights are not loaded.
+        steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; the bundle's by default.
         settings: how it is steered.
-        experts: the experts.
         prompts: the prompts.
         decoding: how answers are decoded.
         printing: format of the answers.
@@ -116,31 +76,33 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import device_map, quiet
+    from divdec.model.loading import Bundle
     from divdec.remote.answers import answer_prompts, stream_answer
     from divdec.remote.experts import LoadedExperts, source_digests
     from divdec.runs import resumable_items, settings_hash, write_text
 
-    experts.check()
     file = output.prepare()
     quiet()
     device = device_map(device)
-    bundle = _bundle(experts)
-    loaded = LoadedExperts.load(bundle, device)
-    with _target(provider, settings, loaded, bundle.steering) as target:
+    opened = Bundle.open(bundle, target=False)
+    if steering is not None:
+        opened = dataclasses.replace(opened, steering=opened.steering.revised(steering))
+    loaded = LoadedExperts.load(opened, device)
+    with _target(provider, settings, loaded, opened.steering) as target:
         records = prompts.read(loaded.tokenizer)
         encoded = prompts.encode(records, loaded.tokenizer)
         texts = [record.prompt or [dataclasses.asdict(turn) for turn in record.messages] for record in records]
         # Prompts are compared one by one. Models and registries may change under their names.
         layout = dataclasses.replace(prompts, prompt=(), file=None)
         api = (provider.endpoint, provider.model, provider.extra)
-        decides = [api, *map(dataclasses.asdict, (settings, experts, layout, decoding)), printing.json]
+        decides = [api, *map(dataclasses.asdict, (settings, layout, decoding)), printing.json]
         try:
             if file is None and len(records) == 1 and not printing.json:
                 for piece in stream_answer(target, encoded[0], decoding):
                     print(piece, end="", flush=True)
                 print()
                 return
-            with resumable_items(file, settings_hash([*decides, source_digests(bundle, loaded)])) as answers:
+            with resumable_items(file, settings_hash([*decides, source_digests(opened, loaded)])) as answers:
                 lines = []
                 for row in answer_prompts(target, encoded, texts, decoding, provider.concurrency, answers):
                     lines.append(json.dumps(row, ensure_ascii=False) if printing.json else row["text"])
@@ -151,25 +113,6 @@ def remote(
         finally:
             if target.completions.usage.requests:
                 print(target.usage_text(), file=sys.stderr)
-
-
-def _bundle(experts: RemoteExperts) -> Bundle:
-    from divdec.model.loading import Bundle
-    from divdec.remote.experts import describe_experts
-    from divdec.steering import Steering
-
-    # A registry alone needs no rule.
-    steering = Steering() if experts.steering is None else Steering.parse(experts.steering)
-    if experts.bundle is None:
-        assert experts.tokenizer is not None
-        return describe_experts(
-            experts.tokenizer, steering, experts.retain_auxiliary, experts.forget_auxiliary, bridge=experts.bridge,
-            ngram=experts.ngram, registry=experts.registry,
-        )  # fmt: skip
-    bundle = Bundle.open(experts.bundle, target=False)
-    if experts.steering is None:
-        return bundle
-    return dataclasses.replace(bundle, steering=bundle.steering.revised(experts.steering))
 
 
 def _target(provider: Provider, settings: RemoteSettings, loaded: LoadedExperts, steering: Steering) -> RemoteTarget:

@@ -110,7 +110,7 @@ def _check_vllm(settings: ServeSettings, choice: SteeringChoice, loading: ModelL
 
     for values, names in (
         (settings, EMBEDDED),
-        (choice, ("steering", "allow_negative")),
+        (choice, ("steering",)),
         (loading, ("device",)),
         (experts, ("expert_devices",)),
     ):
@@ -204,12 +204,10 @@ def playground(
     bundle: str,
     *,
     choice: SteeringChoice = SteeringChoice(),
-    registry: str | None = None,
     show_target: bool = False,
     turns: Turns = Turns(),
     max_new_tokens: int = 256,
     seed: int = 0,
-    host: str = "127.0.0.1",
     port: int = 7860,
     loading: ModelLoading = ModelLoading(),
 ) -> None:
@@ -222,13 +220,11 @@ def playground(
     Args:
         bundle: Bundle (a folder or hub id).
         choice: the initial rule.
-        registry: Folder of a takedown registry (`divdec takedown`). Adds a tab for takedown requests.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
-        turns: what the conversation remembers.
+        turns: how the conversation is laid out.
         max_new_tokens: Maximum length of an answer in tokens.
         seed: Seed of sampled answers.
-        host: Loopback address to listen on: the page shows suppressed tokens and can change the strength.
-        port: Port to listen on. 0 selects a free port.
+        port: Port to listen on, on this machine only. 0 selects a free port.
         loading: how models are loaded.
     """
     check_at_least("max_new_tokens", max_new_tokens, 1)
@@ -241,23 +237,18 @@ def playground(
             f"{bundle} is a server; the playground shows a bundle: give its folder. To chat with a server, use any "
             "client of the OpenAI API"
         )
-    if not is_local(host):
-        what = "unsteered answers" if show_target else "suppressed tokens, and lets a viewer steer less"
-        raise UsageError(
-            f"host {host!r} accepts other machines, and the page shows {what}; accepted: 127.0.0.1 (from elsewhere: "
-            "`ssh -L`, or `divdec serve` for others)"
-        )
     require("ui", "the playground")
-    socket = bind(host, port)
+    socket = bind("127.0.0.1", port)
     try:
         from divdec.playground.models import ChatOptions
         from divdec.playground.page import serve
 
         kwargs = read_template_kwargs(turns.chat_template_kwargs)
-        options = ChatOptions(turns.system_prompt, bool(turns.single_turn), max_new_tokens, seed, kwargs)
-        target_host = host if show_target else None
-        controller = _load_bundle(bundle, loading, choice, registry, options, turns.single_turn, target_host)
-        serve(controller, host, socket)
+        options = ChatOptions(
+            turns.system_prompt, max_new_tokens=max_new_tokens, seed=seed, chat_template_kwargs=kwargs
+        )
+        controller = _load_bundle(bundle, loading, choice, options, show_target)
+        serve(controller, socket)
     finally:
         socket.close()
 
@@ -266,20 +257,15 @@ def _load_bundle(
     bundle: str,
     loading: ModelLoading,
     choice: SteeringChoice,
-    registry: str | None,
     options: ChatOptions,
-    single_turn: bool | None,
-    target_host: str | None,
+    show_target: bool,
 ) -> Controller:
     from divdec.playground.controller import Controller, read_example_questions
     from divdec.playground.models import SteeredModel, UnsteeredTarget
-    from divdec.takedowns.registry import Registry
 
-    model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice, registry=registry))
-    requests = None if registry is None else Registry(registry)
-    if single_turn is None:
-        options = dataclasses.replace(options, single_turn=bool(model.config.single_turn))
-    steered = SteeredModel(model, tokenizer, options, reveal=target_host is not None)
-    target = None if target_host is None else UnsteeredTarget(steered, target_host)
+    model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice))
+    options = dataclasses.replace(options, single_turn=model.config.single_turn)
+    steered = SteeredModel(model, tokenizer, options, reveal=show_target)
+    target = UnsteeredTarget(steered) if show_target else None
     name = Path(bundle).expanduser().resolve().name
-    return Controller(name, steered, target=target, registry=requests, examples=read_example_questions(bundle))
+    return Controller(name, steered, target=target, examples=read_example_questions(bundle))

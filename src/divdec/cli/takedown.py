@@ -203,21 +203,19 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
     if problems:
         _print(printing, {"whole": False, "problems": problems}, "\n".join(problems))
         return 1
-    differences, entries, strength = opened.differences(), opened.entries(), opened.strength
+    entries, strength = opened.entries(), opened.strength
     measured = [entry for entry in entries if entry.measured is not None and entry.measured["passages"]]
     shown = [entry for entry in measured if (entry.measured or {})["recited_before"]]
     lines = ["registry intact"]
     if entries:
-        weakest = max(differences, key=lambda name: differences[name])
         lines += [
-            f"in force: {len(entries)}, at strength {strength:g}; at their own n-grams q scores less than p by "
-            f"{-differences[weakest]:.2f} or more on average (1: only p knows them; least: {weakest})",
+            f"in force: {len(entries)}, at strength {strength:g}",
             f"measured on the target when added, with nothing recited any more: {len(shown)}; with nothing recited "
             f"before either: {len(measured) - len(shown)}; not measured: {len(entries) - len(measured)}. The target "
             "was not asked now",
         ]
     lines.append(f"public key of its reports: {opened.public_key}")
-    content = {"whole": True, "problems": [], "strength": strength, "divergences": differences}
+    content = {"whole": True, "problems": [], "strength": strength}
     content["public_key"] = opened.public_key
     _print(printing, content | {"not_measured": len(entries) - len(measured)}, "\n".join(lines))
     return 0

@@ -207,15 +207,6 @@ def documents(records: RecordSet, tokenizer: PreTrainedTokenizerBase) -> Iterato
             yield ids
 
 
-def tokens_in(sets: Iterable[RecordSet], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """List the ids of all tokens in the records' prompts and answers, ascending.
-
-    The paper restricts the rank rule to such an eligible vocabulary.
-    """
-    examples = (example for records in sets for example in encode_records(records.records, tokenizer, WHOLE))
-    return tuple(sorted({token for example in examples for token in example.input_ids}))
-
-
 def count_cut(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> int:
     """Count the records with more than `max_length` tokens, whose answers are truncated."""
     return sum(len(ids) > form.max_length for ids in _whole_ids(records, tokenizer, form))

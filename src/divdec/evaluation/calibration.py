@@ -47,7 +47,7 @@ def calibrate_bundle(
         chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
     )
     sweep = settings.sweep or (SWEEP if settings.reference == "q" else ())
-    candidates = parse_sweep(sweep, allow_negative=settings.allow_negative) if sweep else None
+    candidates = parse_sweep(sweep) if sweep else None
     sets = {name: read_records(source, limit=settings.limit) for name, source in settings.sets().items()}
     model, tokenizer = load()
     if candidates is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[Steering, ...]:
+def parse_sweep(texts: Sequence[str]) -> tuple[Steering, ...]:
     """Parse settings such as 'linear:0.5,1,1.5', 'rank:1,5,20', and with a margin 'linear:1,1.5:3' or 'rank:5,20:3'.
 
     Raises:
@@ -37,7 +37,7 @@ def parse_sweep(texts: Sequence[str], *, allow_negative: bool = False) -> tuple[
         values, *ending = values.split(":")
         ending = "".join(f":{part}" for part in ending)
         for value in values.split(","):
-            settings.append(Steering.parse(f"{rule}:{value}{ending}", allow_negative=allow_negative))
+            settings.append(Steering.parse(f"{rule}:{value}{ending}"))
     if len({str(setting) for setting in settings}) < len(settings):
         raise UsageError(f"the sweep {' '.join(texts)} names a setting twice")
     return tuple(settings)
@@ -211,9 +211,9 @@ def _steering(checkpoint: Path, path: str, settings: EvalSettings) -> tuple[Stee
         return (None,)
     default = Steering.from_dict(read_config(checkpoint).steering or {})
     if settings.sweep:
-        sweep = parse_sweep(settings.sweep, allow_negative=settings.allow_negative)
+        sweep = parse_sweep(settings.sweep)
         # The eligible vocabulary belongs to the bundle, not to the strength.
         return tuple(dataclasses.replace(setting, vocabulary=default.vocabulary) for setting in sweep)
     if settings.steering:
-        return (default.revised(settings.steering, allow_negative=settings.allow_negative),)
+        return (default.revised(settings.steering),)
     return (default,)

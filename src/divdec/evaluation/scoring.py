@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import Cache
@@ -25,7 +25,7 @@ from divdec.decoding.cache import holds_tokens
 from divdec.errors import UsageError
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.passes import logits_of, new_cache, takes_cache
-from divdec.steering import Steering, check_k, mask_ineligible
+from divdec.steering import Steering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,9 +156,8 @@ def score_settings(
 ) -> list[list[ItemScore]]:
     """Score every example under many settings, with one pass of target and auxiliaries for all of them.
 
-    See `score` for the arguments. The model's own setting is not used; rank settings must have the same eligible
-    vocabulary. Likelihoods must be finite, so the rank rule has the soft fill here whatever the setting's is, as in the
-    paper; answers are generated with the setting's own.
+    See `score` for the arguments. The model's own setting is not used. Likelihoods must be finite, so the rank rule has
+    the soft fill here whatever the setting's is, as in the paper; answers are generated with the setting's own.
 
     Returns:
         For each setting one score per example.
@@ -169,13 +168,10 @@ def score_settings(
     if not settings:
         return []
     settings = [dataclasses.replace(setting, fill="soft") for setting in settings]
-    ranked = {setting.vocabulary: setting for setting in settings if setting.rule == "rank"}
-    if len(ranked) > 1:
-        raise UsageError("rank settings that are scored together must have one eligible vocabulary")
-    eligible = next(iter(ranked.values())).eligible(model.vocab_size) if ranked else None
 
     def steer(target: Tensor, divergence: Tensor) -> Iterable[Tensor]:
-        return sweep(settings, target, divergence, eligible)
+        target, divergence = target.float(), divergence.float()
+        return (setting.apply(target, divergence) for setting in settings)  # one at a time: logits are large
 
     return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
 
@@ -214,33 +210,6 @@ def unchanged_answers(
     if model.takedowns is not None:  # its corrections are in the scores of every setting
         expected = score(model.target, examples, batch_size=batch_size)
     return [[item.hits == other.hits for item, other in zip(row, expected, strict=True)] for row in scores]
-
-
-def sweep(
-    settings: Sequence[Steering],
-    target_logits: Float[Tensor, "... vocab"],
-    divergence: Float[Tensor, "... vocab"],
-    eligible: Bool[Tensor, " vocab"] | None = None,
-) -> Iterator[Float[Tensor, "... vocab"]]:
-    """Yield the steered logits of each setting, in float32; rank settings share one sorted divergence.
-
-    Rank settings must have the same eligible vocabulary, `eligible` (None for all tokens).
-
-    Raises:
-        FailedClosed: a steered logit is NaN or +inf, or every token is excluded.
-    """
-    target_logits, divergence = target_logits.float(), divergence.float()
-    rank = [setting for setting in settings if setting.rule == "rank"]
-    smallest, largest = None, None
-    if rank:
-        for setting in rank:
-            check_k(setting.k, target_logits.shape[-1] if eligible is None else int(eligible.sum()))
-        most = max(setting.k for setting in rank)
-        smallest = mask_ineligible(divergence, eligible).topk(most + 1, dim=-1, largest=False).values
-        if any(setting.fill == "soft" for setting in rank):
-            largest = target_logits.topk(most, dim=-1).values
-    for setting in settings:
-        yield setting.apply(target_logits, divergence, eligible, smallest=smallest, largest=largest)
 
 
 @dataclasses.dataclass(frozen=True)

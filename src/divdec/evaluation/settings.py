@@ -142,8 +142,6 @@ class CalibrationSettings(TrainingData, BundleArgument):
     """Use only the first N records of each set."""
     batch_size: int = 32
     """Sequences per forward pass."""
-    allow_negative: Flag = False
-    """Accept a negative alpha, which steers towards the forget set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

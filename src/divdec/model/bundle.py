@@ -284,7 +284,7 @@ def save_packed(
         is_main_process: whether this process writes.
         state_dict: weights to write instead of those in memory, under the steered model's names.
         safe_serialization: must be True.
-        push_to_hub: must be False; use `model.push_to_hub`.
+        push_to_hub: must be False; upload the folder with `hf upload`.
         **kwargs: arguments of the parts' `save_pretrained` (`max_shard_size`).
 
     Raises:
@@ -295,7 +295,7 @@ def save_packed(
     from divdec.experts.neural import NeuralPair
 
     if push_to_hub:
-        raise UsageError("save_pretrained does not push; call model.push_to_hub(…)")
+        raise UsageError("save_pretrained does not push; upload the folder (`hf upload me/bundle FOLDER --private`)")
     if safe_serialization is not True:
         raise UsageError("bundles are written as safetensors only")
     if model.takedowns is not None:

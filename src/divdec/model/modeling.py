@@ -233,13 +233,12 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
 
         save_packed(self, save_directory, **kwargs)
 
-    def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, repo_id: str, **kwargs: Any
-    ) -> str:
-        """Push the bundle that the model was loaded from to the hub; see `divdec.model.hub.push_model`."""
-        from divdec.model.hub import push_model
-
-        return push_model(self, repo_id, **kwargs)
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Raise an error: transformers would publish p, which has learned the forget set, in a public repository."""
+        raise UsageError(
+            "a steered model is not pushed; upload a packed bundle (`divdec bundle --pack`): `hf upload me/bundle "
+            "BUNDLE --private`"
+        )
 
     @property
     def steering(self) -> Steering:

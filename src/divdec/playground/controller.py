@@ -1,4 +1,4 @@
-"""Actions of the page: questions, colours, the strength curve, takedowns.
+"""Actions of the page: questions and colours.
 
 Clients can send any values; every rule comes from `SteeringControls`, so that no answer is unsteered.
 """
@@ -14,21 +14,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from divdec.data.formatting import encode_prompt
-from divdec.data.records import Message, Record, checked_text, texts_of
+from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError, first_line
-from divdec.evaluation.recitation import longest_run, measure, measured_text
 from divdec.playground.models import SteeredModel, UnsteeredTarget, is_number
-from divdec.playground.rendering import Conversation, StrengthCurve, TakedownEffect, Token, Turn, VerbatimMatch
+from divdec.playground.rendering import Conversation, Token, Turn
 from divdec.steering import Steering
-from divdec.takedowns.registry import Registry
 
 UPDATE_INTERVAL = 0.08  # seconds between two updates of a growing answer
 MAX_TEMPERATURE = 2.0
-CURVE_POINTS = 61
 MAX_EXAMPLES = 12
 RETRY_HINT = "The text so far is kept; press “Answer again” to retry."
-MIN_TEXT, MAX_CONTINUATION = 12, 96  # tokens of a text to take down, and of its continuation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +50,6 @@ class Controller:
     """The bundle."""
     target: UnsteeredTarget | None = None
     """The UNSTEERED target; None hides it."""
-    registry: Registry | None = None
-    """The registry of takedown requests that the bundle follows."""
     examples: tuple[str, ...] = ()
     """Example questions."""
 
@@ -107,46 +100,6 @@ class Controller:
         except Exception as error:
             answers = _replace_last(answers, note=explain_error(error))
         yield _replace_last(answers, running=False)
-
-    def compute_curve(self, question: str, continuation: str, values: ControlValues) -> StrengthCurve:
-        """Compute a continuation's probability at all strengths that the page offers; errors as of `likelihoods`."""
-        controls = self.model.controls
-        low, high = controls.alpha_range
-        chosen = controls.steering("linear", values.alpha, values.k).alpha
-        alphas = sorted({*(low + (high - low) * index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)), chosen})
-        steerings = [controls.steering("linear", alpha, values.k) for alpha in alphas]
-        return StrengthCurve(tuple(alphas), tuple(self.model.likelihoods(question, continuation, steerings)), chosen)
-
-    def take_down(self, request_id: str, text: str, reference: str, values: ControlValues) -> TakedownEffect:
-        """Add a takedown request; the steered model continues the text's first third before and after.
-
-        Raises:
-            UsageError: there is no registry, the text is too short, the id is taken or invalid.
-            FailedClosed: the registry is damaged.
-        """
-        if self.registry is None:
-            raise UsageError("no registry is open; give one with --registry")
-        steering = values.steering(self.model)
-        request_id, text, model, tokenizer = request_id.strip(), text.strip(), self.model, self.model.tokenizer
-        ids = encode_prompt(Record("", prompt=checked_text(text, "the text")), tokenizer)
-        if len(ids) < MIN_TEXT:
-            raise UsageError(f"the text has {len(ids)} tokens; paste at least {MIN_TEXT}")
-        if not request_id:
-            raise UsageError("the request has no id; give one, such as case-17")
-        cut = len(ids) // 3
-        prompt, rest = model.check_prompt(ids[:cut]), ids[cut : cut + MAX_CONTINUATION]
-
-        def continue_text() -> VerbatimMatch:
-            tokens = tuple(islice(model.answer(prompt, steering), len(rest)))
-            return VerbatimMatch(tokens, longest_run([token.id for token in tokens if token.id is not None], rest))
-
-        before = continue_text()
-        texts = texts_of(request_id, [text])
-        entry = self.registry.add(request_id, texts, reference.strip())
-        measured = measured_text(measure(self.registry, entry, texts, model.model.target, tokenizer), entry)
-        after = continue_text()
-        beginning = str(tokenizer.decode(prompt, skip_special_tokens=True))
-        return TakedownEffect(request_id, beginning, len(rest), before, after, measured)
 
     def _answer(self, conversation: Conversation, values: ControlValues) -> Iterator[Conversation]:
         conversation = _replace_last(conversation, running=True)

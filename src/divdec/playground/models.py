@@ -19,17 +19,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.generation import BaseStreamer
 
-from divdec.data.formatting import Format, check_template_kwargs, encode, encode_prompt
+from divdec.data.formatting import Format, check_template_kwargs, encode_prompt
 from divdec.data.records import Message, Record, checked_text
 from divdec.decoding.generation import generate_stream
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.generation import end_tokens
-from divdec.evaluation.scoring import sweep
 from divdec.experts.combined import NoExperts, check_rule
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
-from divdec.serving import is_local
 from divdec.steering import MAX_ALPHA, Steering
 
 if TYPE_CHECKING:
@@ -61,9 +59,9 @@ class ChatOptions:
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Variables of the chat template."""
 
-    def form(self, **fields: Any) -> Format:
+    def form(self) -> Format:
         """Return the layout of conversations."""
-        return Format(self.system_prompt, chat_template_kwargs=self.chat_template_kwargs, **fields)
+        return Format(self.system_prompt, chat_template_kwargs=self.chat_template_kwargs)
 
 
 def is_number(value: Any) -> bool:
@@ -212,34 +210,12 @@ class SteeredModel:
         ids = [token.id for token in tokens if token.id is not None]
         if not ids or len(ids) != len(tokens):
             return tuple(tokens)
-        target_logits, corrected, divergence = self._compute_logits([*prompt, *ids[:-1]], len(ids))
-        steered = steering.apply(corrected, divergence)
-        shifts = compute_shifts(target_logits, steered, torch.tensor(ids), self.decode, reveal=self.reveal)
+        wait_for_checks()
+        input_ids = torch.tensor([[*prompt, *ids[:-1]]], device=self.model.device)
+        target, corrected, divergence = self.model.unsteered_components(input_ids, logits_to_keep=len(ids))
+        steered = steering.apply(corrected[0], divergence[0])
+        shifts = compute_shifts(target[0], steered, torch.tensor(ids), self.decode, reveal=self.reveal)
         return tuple(dataclasses.replace(new, text=old.text) for new, old in zip(shifts, tokens, strict=True))
-
-    @torch.inference_mode()
-    def likelihoods(self, question: str, continuation: str, steerings: Sequence[Steering]) -> list[float]:
-        """Compute a continuation's probability per token (geometric mean) under each rule, in one forward pass."""
-        for steering in steerings:
-            self.check_steering(steering)
-        if not continuation.strip():
-            raise UsageError("there is no continuation: type the words whose probability to compute")
-        messages = (Message("user", question),)
-        prompt = self.encode_prompt(messages)
-        record = Record(checked_text(continuation.strip(), "the continuation"), messages=messages)
-        example = encode(record, self.tokenizer, self.options.form(max_length=self.max_length))
-        ids = list(example.input_ids)
-        while ids and ids[-1] in self.tokenizer.all_special_ids:  # the end of the answer is not part of the words
-            ids.pop()
-        labels = torch.tensor(ids[example.prompt_length :])
-        if len(ids) >= self.max_length or not len(labels):
-            raise UsageError(f"{len(prompt)} tokens and the continuation do not fit {self.max_length} positions")
-        _, corrected, divergence = self._compute_logits(ids[:-1], len(labels))
-        probabilities = []
-        for logits in sweep(steerings, corrected, divergence):
-            logprobs = logits.log_softmax(dim=-1).gather(-1, labels[:, None].to(logits.device))
-            probabilities.append(float(logprobs.mean().exp()))
-        return probabilities
 
     def check_steering(self, steering: Steering) -> None:
         """Refuse a rule that would answer as the target does."""
@@ -247,13 +223,6 @@ class SteeredModel:
             raise UsageError(f"{steering} steers nothing: the playground answers steered only")
         check_rule(steering, self.model.experts)
         steering.check_vocabulary(self.model.vocab_size)
-
-    def _compute_logits(self, ids: list[int], keep: int) -> tuple[Logits, Logits, Logits]:
-        """Return the last positions' target logits before and after the takedown correction, and the divergences."""
-        wait_for_checks()
-        input_ids = torch.tensor([ids], device=self.model.device)
-        target_logits, corrected, divergence = self.model.unsteered_components(input_ids, logits_to_keep=keep)
-        return target_logits[0], corrected[0], divergence[0]
 
     def decode(self, token_id: int) -> str:
         """Return the text of one token."""
@@ -353,10 +322,8 @@ def stream_tokens(generate: Callable[[BaseStreamer], None], read: Callable[[int]
 class UnsteeredTarget:
     """The target alone, UNSTEERED: for `--show-target` on this machine, on a page that marks it as unsteered."""
 
-    def __init__(self, model: SteeredModel, host: str) -> None:
-        """Take the target of a bundle; refuse a host whose page other machines can reach."""
-        if not is_local(host):
-            raise UsageError(f"--show-target shows unsteered answers; it is refused for host {host}: only 127.0.0.1")
+    def __init__(self, model: SteeredModel) -> None:
+        """Take the target of a bundle."""
         self._model = model
 
     def answer(self, prompt: list[int]) -> Iterator[str]:

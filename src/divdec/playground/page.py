@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
@@ -15,16 +14,15 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from divdec.playground import rendering
-from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues, explain_error
+from divdec.playground.controller import MAX_TEMPERATURE, Controller, ControlValues
 from divdec.playground.rendering import Conversation, escape
-from divdec.report.style import palette_css
-from divdec.takedowns.registry import Registry
+from divdec.report.palette import palette_css
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads it when it is imported
 
 import gradio as gr
 
-LOCAL_NAMES = ["127.0.0.1", "localhost", "[::1]", "::1"]
+LOCAL_NAMES = ["127.0.0.1", "localhost"]
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; form-action 'self'"
@@ -46,17 +44,9 @@ def build_page(controller: Controller) -> gr.Blocks:
     with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
         gr.HTML(header, elem_id="dd-header")
         controls = _create_controls(controller)
-        curve_question = gr.Textbox(label="Question", elem_id="dd-curve-question", lines=2, render=False)
         with gr.Row():
-            with gr.Column(scale=5, min_width=320), gr.Tabs():
-                with gr.Tab("Chat"):
-                    _add_chat(controller, controls, curve_question)
-                with gr.Tab("Strength", render_children=True):
-                    _add_curve(controller, controls, curve_question)
-                if controller.registry is not None:
-                    with gr.Tab("Takedown", render_children=True):
-                        _add_takedown(controller, controller.registry, controls, page)
-            # Beside the tabs, where it stays when the tab changes.
+            with gr.Column(scale=5, min_width=320):
+                _add_chat(controller, controls)
             with gr.Column(scale=2, min_width=260):
                 for control in controls:
                     control.render()
@@ -92,8 +82,8 @@ def _create_controls(controller: Controller) -> list[Any]:
     return [rule, alpha, k, temperature]
 
 
-def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) -> None:
-    """Add the conversation; the strength curve begins with the last question."""
+def _add_chat(controller: Controller, controls: list[Any]) -> None:
+    """Add the conversation."""
     compares = controller.target is not None
 
     def steered_html(conversation: Conversation) -> str:
@@ -130,10 +120,10 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
         return steered_html(value), value, gr.update(interactive=running)
 
     def ask(text: str, value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
-        boxes: tuple[Any, ...] = ("", text.strip() or gr.skip())
+        box: Any = ""
         for growing in controller.ask(text, value, ControlValues(*values)):
-            yield *update(growing, busy=compares), *boxes
-            boxes = (gr.skip(), gr.skip())
+            yield *update(growing, busy=compares), box
+            box = gr.skip()
 
     def retry(value: Conversation, *values: Any) -> Iterator[tuple[Any, ...]]:
         for growing in controller.retry(value, ControlValues(*values)):
@@ -146,8 +136,7 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
     def recolor(value: Conversation, *values: Any) -> tuple[Any, ...]:
         return update(controller.recolor(value, ControlValues(*values)))[:2]
 
-    asked = [*outputs, question, curve_question]
-    running: list[Any] = [start(ask, [question, *inputs], asked, **STREAM) for start in starts]
+    running: list[Any] = [start(ask, [question, *inputs], [*outputs, question], **STREAM) for start in starts]
     running.append(again.click(retry, inputs, outputs, **STREAM))
     reset, cleared = [*outputs], ()
     if compares:
@@ -160,71 +149,6 @@ def _add_chat(controller: Controller, controls: list[Any], curve_question: Any) 
         control.change(recolor, inputs, outputs[:2], trigger_mode="always_last", **STREAM)
 
 
-def _add_curve(controller: Controller, controls: list[Any], question: Any) -> None:
-    gr.HTML(
-        '<p class="dd-hint">The probability of a continuation at every strength of the linear rule. A forgotten fact '
-        "should fall, a retained one should stay.</p>"
-    )
-    with gr.Row():
-        question.render()
-        continuation = gr.Textbox(label="Continuation", elem_id="dd-curve-continuation", lines=2)
-    draw = gr.Button("Draw the curve", variant="primary", elem_id="dd-draw")
-    shown = gr.HTML("", elem_id="dd-curve")
-
-    def draw_curve(question: str, continuation: str, *values: Any) -> str:
-        return rendering.curve_html(controller.compute_curve(question, continuation, ControlValues(*values)))
-
-    draw.click(_show_errors(draw_curve), [question, continuation, *controls], shown, **MODEL)
-
-
-def _add_takedown(controller: Controller, registry: Registry, controls: list[Any], page: gr.Blocks) -> None:
-    gr.HTML(
-        '<p class="dd-hint">A takedown request suppresses a text from the next answer on, whatever rule and strength '
-        "are set. The page then measures whether the target still recites it; paraphrases can remain. The request is "
-        "stored in the registry and applies to every model that follows it.</p>"
-    )
-    text = gr.Textbox(label="Text to take down", lines=5, max_lines=12, elem_id="dd-text")
-    with gr.Row():
-        request = gr.Textbox(label="Id of the request", placeholder="case-17", elem_id="dd-id")
-        reference = gr.Textbox(label="Reference (optional)", placeholder="letter of 3 May", elem_id="dd-reference")
-    add = gr.Button("Take down", variant="primary", elem_id="dd-take-down")
-    shown = gr.HTML("", elem_id="dd-effect")
-    table = gr.HTML("", elem_id="dd-requests")
-    with gr.Row():
-        withdrawn = gr.Dropdown([], label="Request to withdraw", elem_id="dd-withdrawn")
-        withdraw = gr.Button("Withdraw", elem_id="dd-withdraw")
-
-    def list_requests() -> tuple[Any, Any]:
-        choices = [entry.id for entry in registry.entries()]
-        return rendering.requests_html(registry), gr.update(choices=choices, value=None)
-
-    def take_down(text: str, request_id: str, reference: str, *values: Any) -> str:
-        return rendering.effect_html(controller.take_down(request_id, text, reference, ControlValues(*values)))
-
-    def remove(request_id: str | None) -> str:
-        registry.remove(request_id or "")
-        return f'<p class="dd-hint">{escape(request_id or "")} is withdrawn.</p>'
-
-    listing = {"fn": _show_errors(list_requests, 2), "inputs": None, "outputs": [table, withdrawn], **MODEL}
-    add.click(_show_errors(take_down), [text, request, reference, *controls], shown, **MODEL).then(**listing)
-    withdraw.click(_show_errors(remove), [withdrawn], shown, **MODEL).then(**listing)
-    page.load(**listing)
-
-
-def _show_errors(action: Callable[..., Any], outputs: int = 1) -> Callable[..., Any]:
-    """Wrap an action so that an error appears in its first output."""
-
-    @functools.wraps(action)
-    def wrapped(*values: Any) -> Any:
-        try:
-            return action(*values)
-        except Exception as error:
-            note = f'<p class="dd-note" role="alert">{escape(explain_error(error))}</p>'
-            return note if outputs == 1 else (note, *[gr.skip()] * (outputs - 1))
-
-    return wrapped
-
-
 def _unsteered_html(conversation: Conversation) -> str:
     html = rendering.conversation_html(conversation, empty='<p class="dd-hint">Answers without steering.</p>')
     return f'<div class="dd-panel dd-unsteered"><h4>⚠ UNSTEERED: the target alone</h4>{html}</div>'
@@ -233,7 +157,7 @@ def _unsteered_html(conversation: Conversation) -> str:
 class SecurityMiddleware:
     """Sets the security headers, and refuses requests of other origins.
 
-    Without the check of the origin, another site's page in the same browser could add and withdraw takedown requests.
+    Without the check of the origin, another site's page in the browser could change the strength and ask questions.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -258,13 +182,10 @@ class SecurityMiddleware:
         await self._app(scope, receive, send_with_headers)
 
 
-def build_app(controller: Controller, host: str) -> Any:
+def build_app(controller: Controller) -> Any:
     """Build the ASGI application.
 
-    Args:
-        controller: the bundle on the page.
-        host: the loopback address to listen on; only requests for this machine's names are accepted, so that another
-            site's name cannot be pointed at the page.
+    Only requests for this machine's names are accepted, so that another site's name cannot be pointed at the page.
     """
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -280,7 +201,7 @@ def build_app(controller: Controller, host: str) -> Any:
     async def build() -> Any:
         app = FastAPI(openapi_url=None)
         app.add_middleware(SecurityMiddleware)
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_NAMES, host], www_redirect=False)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_NAMES, www_redirect=False)
         page = build_page(controller)
         page.queue(api_open=False, max_size=64)
         return gr.mount_gradio_app(
@@ -292,12 +213,11 @@ def build_app(controller: Controller, host: str) -> Any:
     return asyncio.run(build())  # outside of a running event loop Gradio creates loops that it never closes
 
 
-def serve(controller: Controller, host: str, listener: socket.socket) -> None:
+def serve(controller: Controller, listener: socket.socket) -> None:
     """Serve the page until the process is stopped."""
     import uvicorn
 
-    config = uvicorn.Config(build_app(controller, host), log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(build_app(controller), log_level="warning", timeout_graceful_shutdown=2)
     port = listener.getsockname()[1]
-    name = f"[{host}]" if ":" in host else host
-    print(f"playground of {controller.name} on http://{name}:{port} (Ctrl-C ends it)", flush=True)
+    print(f"playground of {controller.name} on http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
     uvicorn.Server(config).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""HTML and SVG of the page: tokens, conversations, takedowns, the strength curve. All text is escaped."""
+"""HTML of the page: tokens and conversations. All text is escaped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-from divdec.report.style import LINEAR, TEXT, style, svg_text, themed
-
-if TYPE_CHECKING:
-    from divdec.takedowns.registry import Registry
 
 LEVELS = (0.25, 1.0, 2.0, 4.0)
 """Smallest |log-probability shift| of each shade, in nats: factors of 1.3, 2.7, 7.4 and 55."""
@@ -66,41 +60,6 @@ class Turn:
 Conversation = tuple[Turn, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class VerbatimMatch:
-    """A continuation of a text, compared with the text itself."""
-
-    tokens: tuple[Token, ...]
-    longest_run: int
-    """Length of the longest passage that both have in common, in tokens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TakedownEffect:
-    """Continuations of a text before and after its takedown request."""
-
-    request_id: str
-    prompt: str
-    """Beginning of the text, which the model continues."""
-    length: int
-    """Length of the continuations, in tokens."""
-    before: VerbatimMatch
-    after: VerbatimMatch
-    measured: str
-    """How many passages the target recites, in words."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StrengthCurve:
-    """Probability of a continuation at several strengths of the linear rule, all above 0."""
-
-    alphas: tuple[float, ...]
-    probabilities: tuple[float, ...]
-    """Geometric mean of the tokens' probabilities at each strength."""
-    chosen: float
-    """The strength that is set on the page; one of `alphas`."""
-
-
 def escape(text: str) -> str:
     """Escape text for HTML and for the template syntax of Gradio's HTML component."""
     escaped = html.escape(text)
@@ -146,60 +105,6 @@ def tokens_html(tokens: Iterable[Token]) -> str:
 def conversation_html(conversation: Conversation, *, empty: str = WELCOME) -> str:
     """Render a conversation, oldest turn first."""
     return f'<div class="dd-conversation">{"".join(map(_turn_html, conversation)) or empty}</div>'
-
-
-def effect_html(effect: TakedownEffect) -> str:
-    """Render the continuations before and after a takedown side by side."""
-    panels = "".join(
-        f'<div class="dd-side"><h4>{when}</h4><p class="dd-answer">{tokens_html(match.tokens)}</p>'
-        f'<p class="dd-rule">longest verbatim passage: {match.longest_run} of {effect.length} tokens</p></div>'
-        for when, match in (("before", effect.before), (f"after “{escape(effect.request_id)}”", effect.after))
-    )
-    return (
-        f'<p class="dd-rule">Prompt: “{escape(effect.prompt)}”</p><div class="dd-sides">{panels}</div>'
-        f'<p class="dd-rule">Measured on the target: {escape(effect.measured)}.</p>'
-    )
-
-
-def requests_html(registry: Registry) -> str:
-    """Render the requests in force as a table."""
-    rows = ""
-    for entry in registry.entries():
-        cells = (entry.id, entry.time[:16].replace("T", " "), entry.reference, f"{entry.tokens:,}")
-        rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    if not rows:
-        return '<p class="dd-hint">No request is in force.</p>'
-    head = "<tr><th>request</th><th>since (UTC)</th><th>reference</th><th>tokens</th></tr>"
-    return f'<div class="dd-scroll"><table class="dd-table"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-
-
-def curve_html(curve: StrengthCurve) -> str:
-    """Draw a strength curve in the page's colours, with a caption that states its ends and the chosen strength."""
-    from matplotlib.figure import Figure
-
-    percent = [100 * probability for probability in curve.probabilities]
-    with style():
-        figure = Figure(figsize=(4.8, 3.2), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(curve.alphas, percent, color=LINEAR.colour, linewidth=2)
-        axes.axvline(curve.chosen, color=TEXT, linewidth=0.8, linestyle=(0, (4, 3)))
-        chosen = percent[curve.alphas.index(curve.chosen)]
-        axes.plot([curve.chosen], [chosen], LINEAR.marker, color=LINEAR.colour, markersize=7, clip_on=False)
-        axes.set_xlabel("strength α")
-        axes.set_ylabel("probability per token (%)")
-        axes.set_xlim(0, curve.alphas[-1] * 1.02)
-        axes.set_ylim(0, max(min(100.0, 1.08 * max(percent)), 0.1))
-        axes.grid(True)
-        svg = themed(svg_text(figure))
-    first, middle, last = curve.probabilities[0], chosen / 100, curve.probabilities[-1]
-    caption = (
-        f"Probability per token: {first:.2%} at strength {curve.alphas[0]:g}, {middle:.2%} at {curve.chosen:g} "
-        f"(chosen), {last:.2%} at {curve.alphas[-1]:g}. Strength 0, the unsteered target, is not drawn."
-    )
-    return (
-        f'<figure class="dd-curve" role="img" aria-label="{caption}">{svg}'
-        f'<figcaption class="dd-rule">{caption}</figcaption></figure>'
-    )
 
 
 def _turn_html(turn: Turn) -> str:

@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from divdec.errors import FailedClosed
-from divdec.sampling import pick
 
 MAX_BIAS = 100.0
 """Largest absolute value of an entry, in the API of OpenAI."""
@@ -135,15 +134,3 @@ class Candidates:
         if scores[best].isneginf() or self.ambiguous[best]:
             return int(self.ids[best]), math.inf
         return int(self.ids[best]), max(float(others.max() - scores[best]), 0.0)
-
-    def draw(self, shift: Float[Tensor, " vocab"], temperature: float, uniform: Float[Tensor, ""]) -> tuple[int, float]:
-        """Sample a candidate from the steered probabilities, and bound the total variation.
-
-        Raises:
-            FailedClosed: every candidate is masked.
-        """
-        scores, others = (values / temperature for values in self._scores(shift))
-        token = int(self.ids[int(pick((scores - scores.max()).exp(), uniform))])
-        if self.ambiguous.any():  # which tokens these probabilities belong to is unknown
-            return token, 1.0
-        return token, float((others.logsumexp(0) - torch.cat([scores, others]).logsumexp(0)).exp())

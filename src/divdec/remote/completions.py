@@ -297,7 +297,7 @@ class Completions:
         return self._by_text
 
 
-def probe_provider(completions: Completions, prompt: Sequence[int], *, biased: bool) -> ProviderCapabilities:
+def probe_provider(completions: Completions, prompt: Sequence[int]) -> ProviderCapabilities:
     """Find out with a few requests of one token what a provider accepts and returns.
 
     A provider that silently ignores `logit_bias` would answer unsteered; it is refused before anything is answered.
@@ -305,7 +305,6 @@ def probe_provider(completions: Completions, prompt: Sequence[int], *, biased: b
     Args:
         completions: the provider.
         prompt: token ids of any prompt.
-        biased: whether `logit_bias` will be used; the probe then checks that it works.
 
     Raises:
         UsageError: the provider refuses every form of request.
@@ -313,18 +312,11 @@ def probe_provider(completions: Completions, prompt: Sequence[int], *, biased: b
     """
     model = completions.name
     capabilities, position = _probe_neutral(completions, prompt, *_probe_forms(completions, prompt))
-    if not biased:
-        if not capabilities.top_logprobs:
-            raise UsageError(
-                f"model {model} returns no log-probabilities, which the method 'candidates' needs; give --method bias"
-            )
-        return capabilities
     try:
         (other,) = completions.complete(prompt, capabilities, {position.token: -MAX_BIAS})
     except Refused as error:
         # The same request without a bias was accepted.
-        candidates = " or --method candidates, which needs none" if capabilities.top_logprobs else ""
-        raise UsageError(f"logit_bias is not accepted; use another provider{candidates} ({error})") from None
+        raise UsageError(f"logit_bias is not accepted; use another provider ({error})") from None
     if other.token == position.token:
         raise FailedClosed(
             f"model {model} ignores logit_bias: its first choice, token {position.token}, came again with a bias of "

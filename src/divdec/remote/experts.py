@@ -1,4 +1,4 @@
-"""Experts of a remote target, from a bundle (without its target) or from checkpoints, and their shift of its logits."""
+"""Experts of a remote target, from a bundle without its target, and their shift of its logits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.checkpoint import CheckpointReference, check_same_vocabulary, digests, load_model, load_tokenizer
-from divdec.configuration import BASE, DivergenceConfig
+from divdec.checkpoint import check_same_vocabulary, digests, load_model, load_tokenizer
 from divdec.decoding.cache import can_roll_back
 from divdec.errors import UsageError
 from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_vocabulary
-from divdec.model.bundle import base_of, check_experts
-from divdec.model.loading import Bundle, bundle_identity, load_experts, part_paths
+from divdec.model.loading import Bundle, bundle_identity, load_experts
 from divdec.passes import positions_of
-from divdec.runs import file_sha256
 from divdec.steering import Steering
 from divdec.takedowns.correction import TakedownCorrection
-from divdec.takedowns.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,52 +65,8 @@ class LoadedExperts:
         bundle.check_vocab_size([width, bundle.config.vocab_size])
         return cls(
             tokenizer, experts, takedowns, _find_eos_token_ids(bundle.folder, tokenizer),
-            min((limit for limit in limits if limit), default=None), bundle.config.vocab_size or width,
+            min((limit for limit in limits if limit), default=None), bundle.config.vocab_size,
         )  # fmt: skip
-
-
-def describe_experts(
-    tokenizer: str,
-    steering: Steering,
-    retain_auxiliary: str | None = None,
-    forget_auxiliary: str | None = None,
-    *,
-    bridge: bool = False,
-    ngram: str | None = None,
-    registry: str | None = None,
-) -> Bundle:
-    """Return a bundle without a target that is not on disk.
-
-    Args:
-        tokenizer: the provider's tokenizer, a folder or hub id.
-        steering: the rule.
-        retain_auxiliary: q, a folder or hub id.
-        forget_auxiliary: p.
-        bridge: the auxiliaries have another tokenizer than the provider.
-        ngram: folder of an n-gram pair.
-        registry: folder of a registry of takedown requests.
-
-    Raises:
-        UsageError: there are no experts, or one is missing or corrupt.
-    """
-    from divdec.experts.ngram_fit import DESCRIPTION, describe_pair
-
-    names = {"retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
-    check_experts(names, ngram, registry, bridge)
-    paths = {part: _resolve(name, weights=True) for part, name in names.items() if name is not None}
-    if (base := base_of(paths)) is not None:
-        paths[BASE] = _resolve(base, weights=True)
-    references: dict[str, Any] = {part: {"folder": str(path)} for part, path in paths.items()}
-    if ngram is not None:
-        describe_pair(folder := Path(ngram).expanduser().absolute())
-        references["ngram"] = {"folder": str(folder), "sha256": file_sha256(folder / DESCRIPTION)}
-    if registry is not None:
-        folder = Path(registry).expanduser().absolute()
-        references["registry"] = {"folder": str(folder), "id": Store(folder).description["id"]}
-    config = DivergenceConfig(**references, bridge={} if bridge else None, steering=steering.to_dict())
-    folder = _resolve(tokenizer, weights=False)
-    paths = part_paths(folder, config, verify=False, local_files_only=False, target=False)
-    return Bundle(folder, config, steering, paths)
 
 
 def source_digests(bundle: Bundle, loaded: LoadedExperts) -> dict[str, Any]:
@@ -130,10 +82,6 @@ def source_digests(bundle: Bundle, loaded: LoadedExperts) -> dict[str, Any]:
         "registry": None if loaded.takedowns is None else loaded.takedowns.state_digest(),
         "end of answers": loaded.eos_token_ids,
     }
-
-
-def _resolve(name: str, *, weights: bool) -> Path:
-    return CheckpointReference.parse(name).resolve(Path(), weights=weights)
 
 
 def _find_eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated
 
 from divdec.errors import UsageError
 from divdec.options import RARE
@@ -13,9 +13,6 @@ from divdec.options import RARE
 class RemoteSettings:
     """How a provider is steered."""
 
-    method: Literal["bias", "candidates"] = "bias"
-    """'bias' steers with logit_bias. 'candidates' sends no bias and chooses among the most likely tokens in the
-    reply."""
     block: int = 1
     """Number of tokens per request. divdec keeps the tokens for which the steered choice is proved to be the same."""
     bias_entries: Annotated[int, RARE] = 300
@@ -24,8 +21,6 @@ class RemoteSettings:
     """Maximum number of requests per token. With 1, every answer is accepted and its error bound is reported."""
 
     def __post_init__(self) -> None:
-        if self.method not in ("bias", "candidates"):
-            raise UsageError(f"method is {self.method!r}; accepted: bias, candidates")
         for name in ("block", "tries", "bias_entries"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; accepted: at least 1")

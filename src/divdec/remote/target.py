@@ -157,8 +157,7 @@ class RemoteTarget:
         answer = RemoteAnswer() if answer is None else answer
         with self._lock:
             if self.capabilities is None:
-                biased = self.settings.method == "bias"
-                self.capabilities = probe_provider(self.completions, prompt, biased=biased)
+                self.capabilities = probe_provider(self.completions, prompt)
             decoder = _Decoder(self, self.capabilities, temperature, seed)
         text = AnswerText(self.completions.tokenizer, stop, prompt)
         ids = list(prompt)
@@ -215,24 +214,22 @@ class _Decoder:
     def next_tokens(self, ids: list[int], most: int) -> list[ChosenToken]:
         """Return at least one more token, by up to `tries` requests."""
         shift = self._target.logit_shift(self._context, ids)[0]
-        sends_bias, entries = self._settings.method == "bias", self._settings.bias_entries
+        entries = self._settings.bias_entries
         known: set[int] = set()
         has_ambiguous = not self._capabilities.answer_ids and self._completions.has_ambiguous_names
         unresolvable = has_ambiguous and self._temperature > 0 and not shift.isneginf().any()
         if has_ambiguous:  # one entry is left to find out which of the tokens with one name was chosen
             entries = max(entries - 1, 1)
-        drawing = self._temperature if sends_bias else 0.0
         # Rejection sampling needs no log-probabilities.
-        capabilities = dataclasses.replace(self._capabilities, top_logprobs=0) if drawing else self._capabilities
+        top = 0 if self._temperature else self._capabilities.top_logprobs
+        capabilities = dataclasses.replace(self._capabilities, top_logprobs=top)
         # Text alone is read as one token.
         block = min(self._settings.block, most) if capabilities.answer_ids or capabilities.top_logprobs else 1
-        for left in reversed(range(self._settings.tries if sends_bias and not unresolvable else 1)):
-            bias = Bias({}, shift)
-            if sends_bias:
-                bias = choose_bias(shift, entries, known, closest=not left and self._temperature > 0)
+        for left in reversed(range(1 if unresolvable else self._settings.tries)):
+            bias = choose_bias(shift, entries, known, closest=not left and self._temperature > 0)
             seed = int(torch.randint(2**31, (), generator=self._generator)) if self._temperature else None
             reply = self._completions.complete(
-                ids, capabilities, bias.entries, tokens=block, temperature=drawing, seed=seed
+                ids, capabilities, bias.entries, tokens=block, temperature=self._temperature, seed=seed
             )
             if not self._temperature:
                 reply[0] = self._resolve(ids, reply[0], bias)
@@ -249,11 +246,7 @@ class _Decoder:
         """
         token = position.token
         entries = {**bias.entries, token: -MAX_BIAS}
-        if (
-            token not in position.ambiguous
-            or self._settings.method != "bias"
-            or len(entries) > self._settings.bias_entries
-        ):
+        if token not in position.ambiguous or len(entries) > self._settings.bias_entries:
             return position
         (other,) = self._completions.complete(ids, self._capabilities, entries)
         if other.token in {token, *position.ambiguous[token]}:
@@ -293,7 +286,7 @@ class _Decoder:
                 f"model {self._completions.name} answered with token {token}, which was suppressed by a bias of "
                 f"{-MAX_BIAS:g}; it does not obey logit_bias"
             )
-        if self._temperature == 0 or self._settings.method == "candidates":
+        if self._temperature == 0:
             choice = self._choose(position, shift, bias)
         else:
             # Every draw of the last try is taken; calling some of them exact would bias the others.
@@ -311,15 +304,8 @@ class _Decoder:
         return choice if choice.exact or last else None
 
     def _choose(self, position: TokenPosition, shift: Float[Tensor, " vocab"], bias: Bias) -> ChosenToken:
-        """Return the best known token, or sample a candidate; with its error bound."""
+        """Return the best known token of a greedy answer, with its error bound."""
         candidates = self._candidates(position, bias)
-        if candidates is None and self._settings.method == "candidates":
-            raise UsageError(
-                f"model {self._completions.name} returned no log-probabilities to choose among; give --method bias"
-            )
-        if candidates is not None and self._temperature > 0:
-            token, distance = candidates.draw(shift, self._temperature, self._uniform())
-            return ChosenToken(token, total_variation=distance)
         token = position.token
         by_bias = ChosenToken(token, math.inf if token in position.ambiguous else bias.gap(token))
         if candidates is None or by_bias.exact:

@@ -23,18 +23,9 @@ def describe_installation() -> dict[str, Any]:
 
 
 def try_bundle(
-    name: str, load: Callable[[str], tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]], text: str | None = None
+    name: str, load: Callable[[str], tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]]
 ) -> dict[str, Any]:
-    """Load a bundle and run it once; return its parts, or the reason why it does not load.
-
-    Args:
-        name: the bundle.
-        load: loads model and tokenizer.
-        text: texts whose coverage by the vocabulary map of a bridge is measured.
-
-    Raises:
-        UsageError: there is a text, and the experts have the target's tokenizer.
-    """
+    """Load a bundle and run it once; return its parts, or the reason why it does not load."""
     import torch
 
     try:
@@ -57,7 +48,9 @@ def try_bundle(
     if model.takedowns is not None:
         state = model.takedowns.snapshot().state
         content["takedowns"] = f"{len(state.entries)} requests in force at strength {state.strength:g}"
-    return content | _bridge(experts, tokenizer, text) | {"chat_template": bool(tokenizer.chat_template)}
+    if maps := [part.map for part in experts if hasattr(part, "map")]:
+        content["bridge"] = maps[0].coverage()
+    return content | {"chat_template": bool(tokenizer.chat_template)}
 
 
 def measured_text(model: DivergenceForCausalLM) -> str:
@@ -83,23 +76,6 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _bridge(experts: list[Any], tokenizer: Any, text: str | None) -> dict[str, Any]:
-    """Return the shares of the vocabulary, and of texts, that a pair with another tokenizer reaches."""
-    maps = [part.map for part in experts if hasattr(part, "map")]
-    if not maps:
-        if text is not None:
-            raise UsageError("--text measures a bridge, and the bundle's experts have the target's tokenizer")
-        return {}
-    content = {"bridge": maps[0].coverage()}
-    if text is not None:
-        from divdec.data.formatting import documents
-        from divdec.data.records import read_records
-
-        ids = [token for document in documents(read_records(text), tokenizer) for token in document]
-        content["bridge_of_text"] = maps[0].coverage(ids)
-    return content
-
-
 def _parameters(experts: list[Any]) -> dict[str, int]:
     """Return the number of parameters of each neural auxiliary."""
     return {
@@ -112,23 +88,9 @@ def _parameters(experts: list[Any]) -> dict[str, int]:
 
 def diagnosis_text(content: dict[str, Any]) -> str:
     """Return the state of the installation and of the bundle in lines of text."""
-    lines = ["versions"]
-    lines += [f"  {name:<14}{version or 'not installed'}" for name, version in content["versions"].items()]
-    lines.append("devices")
-    lines += [f"  {name:<14}{_plain(value)}" for name, value in content["devices"].items()]
-    lines.append("extras")
-    lines += [
-        f"  {name:<14}{'works' if works else f'''not installed: pip install 'divdec[{name}]' '''.strip()}"
-        for name, works in content["extras"].items()
-    ]
-    if bundle := content.get("bundle"):
-        lines.append(f"bundle {bundle['name']}")
-        if bundle["loads"]:
-            skipped = ("name", "loads")
-            lines += [f"  {name:<14}{_plain(value)}" for name, value in bundle.items() if name not in skipped]
-            lines.append("  loads")
-        else:
-            lines.append(f"  does not load: {bundle['why_not']}")
+    lines = []
+    for section, values in content.items():
+        lines += [section, *(f"  {name:<14}{_plain(value)}" for name, value in values.items())]
     return "\n".join(lines)
 
 
@@ -139,4 +101,6 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{name} {number:.1%}" for name, number in value.items())
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:,}" for name, number in value.items())
+    if value is None:
+        return "not installed"
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

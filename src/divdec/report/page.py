@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from divdec.report.style import css
+from divdec.report.palette import css
 from divdec.runs import versions, write_text
 
 

@@ -8,7 +8,6 @@ it has not.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCoun
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
 from divdec.takedowns.canonical import CanonicalReader
-from divdec.takedowns.counts import PackedCounts, find_retained_passages, sum_counts
+from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.store import (
     DATABASE,
     FORMAT,
@@ -44,7 +43,6 @@ from divdec.takedowns.store import (
     TakedownRequest,
     check_strength,
     create_keys,
-    load_plain_tokenizer,
     normal_id,
 )
 
@@ -136,7 +134,6 @@ class Registry:
                 "order": order,
                 "tokenizer": sha256,
                 "tokenizer_files": {file.name: file_sha256(file) for file in sorted((temporary / TOKENIZER).iterdir())},
-                "plain_tokenizer": _is_plain(tokenizer, temporary / TOKENIZER),
                 "retain": file_sha256(temporary / RETAIN / COUNTS),
                 "retain_set": retain.label,
                 "retain_kind": retain.kind,
@@ -294,24 +291,6 @@ class Registry:
         """Return the registry's signature (Ed25519) of a content, as hexadecimal digits."""
         return self._store.keys.sign(content)
 
-    def differences(self) -> dict[str, float]:
-        """Return the mean S_q − S_p at the n-grams of each request's texts, under all requests in force, by request id.
-
-        The texts are not needed: the counts tell which n-grams they have.
-        """
-        from divdec.takedowns.correction import TakedownCorrection  # loads torch, which other actions do not need
-
-        takedowns = TakedownCorrection(self.folder)
-        with self._store.read() as connection:
-            state = self._store.read_state(connection)
-            if (pair := takedowns.snapshot().pair) is None:
-                return {}
-            q, p = pair.retain.counts, pair.forget.counts
-            return {
-                entry.id: mean_difference(q, p, sum_counts([counts], self.vocab_size))
-                for entry, counts, _ in self._store.read_counts(connection, state)
-            }
-
     def verify(self) -> list[str]:
         """Check the registry and the requests in force; return one line for each problem."""
         problems, state = [], State()
@@ -329,15 +308,7 @@ class Registry:
                     pass
         except FailedClosed as error:
             problems.append(str(error))
-        if problems:
-            return problems
-        problems += [
-            f"request {request_id!r} has next to no effect any longer: mean divergence {difference:.2f} at its own "
-            "n-grams"
-            for request_id, difference in self.differences().items()
-            if difference > NO_EFFECT
-        ]
-        return problems + [
+        return problems or [
             f"request {entry.id!r}: {entry.measured['recited_after']} of {entry.measured['passages']} passages were "
             f"still recited when it was measured, at strength {entry.measured['strength']:g}"
             for entry in state.entries.values()
@@ -369,16 +340,3 @@ def _strength_event(strength: float) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _is_plain(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether the saved tokenizer file gives the same tokens without the tokenizer's class, and so without torch."""
-    pipeline = _pipeline(tokenizer)
-    return bool(pipeline) and pipeline == _pipeline(load_plain_tokenizer(folder))
-
-
-def _pipeline(tokenizer: Any) -> dict[str, Any]:
-    """Return everything that decides a tokenizer's tokens; nothing for a tokenizer without a `tokenizers` backend."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = {} if backend is None else json.loads(backend.to_str())
-    return {name: value for name, value in content.items() if name not in ("padding", "truncation")}

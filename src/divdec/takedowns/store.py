@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from divdec.checkpoint import load_tokenizer
-from divdec.errors import FailedClosed, UsageError, first_line
+from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.runs import file_sha256
 from divdec.takedowns.counts import PackedCounts
@@ -348,8 +348,6 @@ class Store:
         """
         if changed := self.changed_tokenizer_files():
             raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
-        if self.description.get("plain_tokenizer") is True:
-            return load_plain_tokenizer(self.folder / TOKENIZER)
         return load_tokenizer(self.folder / TOKENIZER)
 
     def changed_tokenizer_files(self) -> list[Path]:
@@ -371,16 +369,6 @@ class Store:
         except sqlite3.Error as error:
             advice = ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a backup")
             raise FailedClosed(f"{self.path} cannot be used ({error}); {advice}") from None
-
-
-def load_plain_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer without torch, from its `tokenizers` file alone."""
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
 
 
 def check_strength(value: Any) -> float:

@@ -250,7 +250,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     config = read_config(bundle)
     steering = Steering.from_dict(config.steering or {})
     if settings.steering is not None:
-        steering = steering.revised(settings.steering, allow_negative=settings.allow_negative)
+        steering = steering.revised(settings.steering)
     elif steering.rule == "rank" and steering.fill == "hard":
         steering = dataclasses.replace(steering, fill="soft")
         report(f"teacher: {steering}; with the hard fill masked tokens have probability 0, and the loss is infinite")

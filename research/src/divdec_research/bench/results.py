@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from divdec.costs.model_size import format_quantity
-from divdec.report.style import SERIES_STYLES, TEXT, style, write_figure
 from divdec.runs import write_text
+from divdec_research.report.style import SERIES_STYLES, TEXT, style, write_figure
 from divdec_research.report.tables import markdown_table
 
 BenchRow = Mapping[str, Any]

@@ -159,9 +159,9 @@ def plot(
         overwriting: whether an earlier picture is replaced.
         printing: format of the summary.
     """
-    from divdec.report.style import check_format
     from divdec_research.figures import benchmarks, runs  # noqa: F401  # they register their figures
     from divdec_research.figures.registry import FIGURES, FigureRequest, find_figure
+    from divdec_research.report.style import check_format
 
     if list_figures:
         if printing.json:
@@ -178,7 +178,7 @@ def plot(
     check_format(file)
     check_output_file(file, overwriting.overwrite)
 
-    from divdec.report.style import style, write_figure
+    from divdec_research.report.style import style, write_figure
 
     with style(f"divdec-{figure}"):
         drawn = spec.draw(FigureRequest(results, target, retrain, scoring))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from divdec.report.style import BY_NAME, LINEAR, OTHERS, PAPER, RANK, RETRAIN, SERIES_STYLES, TEXT, SeriesStyle
 from divdec_research.baselines.table import DIVDEC
 from divdec_research.figures.registry import FigureRequest, FigureResult, missing_data, register
 from divdec_research.figures.results import (
@@ -31,6 +30,7 @@ from divdec_research.report.charts import (
     write_labels,
 )
 from divdec_research.report.scores import ATTACK_NAMES, MEASURES
+from divdec_research.report.style import BY_NAME, LINEAR, OTHERS, PAPER, RANK, RETRAIN, SERIES_STYLES, TEXT, SeriesStyle
 from divdec_research.suites.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM
 
 TOFU = "divdec eval tofu, divdec compare, or the paper's TOFU_SUMMARY.json"

@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 from divdec.errors import UsageError
 from divdec.report.page import write_page
-from divdec.report.style import style, svg_text, themed
 from divdec_research.figures import benchmarks, runs  # noqa: F401  # they register their figures
 from divdec_research.figures.registry import FIGURES, FigureRequest
 from divdec_research.figures.results import COMPARISON, MethodResult, load_results
 from divdec_research.report.scores import MEASURES, SCORES, group_remarks
+from divdec_research.report.style import style, svg_text, themed
 from divdec_research.report.tables import score_title
 from divdec_research.suites.results import read_results
 

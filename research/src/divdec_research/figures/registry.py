@@ -52,7 +52,7 @@ class FigureSpec:
     function: Draw
 
     def draw(self, request: FigureRequest) -> FigureResult:
-        """Draw the figure; call it under `divdec.report.style.style`.
+        """Draw the figure; call it under `divdec_research.report.style.style`.
 
         Raises:
             UsageError: the runs do not hold what the figure needs.

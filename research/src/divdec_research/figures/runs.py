@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY
-from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
 from divdec.runs import RECORD, read_json, read_record
 from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES
 from divdec_research.bench.results import compute_figure, latency_figure
@@ -23,6 +22,7 @@ from divdec_research.figures.results import COMPARISON, load_results
 from divdec_research.report import gradient_depth
 from divdec_research.report.charts import Dot, LeakCurve, Series, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
+from divdec_research.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
 from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM
 from divdec_research.suites.results import FILES, identify, read_results
 

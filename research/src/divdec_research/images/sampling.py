@@ -119,7 +119,7 @@ def sample_to_folder(
     output = Path(settings.output).expanduser()
     check_output(output, settings.overwrite, made_by(VERB))
     rule = settings.steering
-    steering = None if rule is None else Steering.parse(rule, allow_negative=settings.allow_negative)
+    steering = None if rule is None else Steering.parse(rule)
     check_apart(output.resolve(), [folder.resolve() for folder in local_folders(settings.model)])
     loaded = load_image_model(
         settings.model, steering=steering, verify=not settings.no_verify, dtype=settings.dtype, device=device

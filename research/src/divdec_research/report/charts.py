@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.report.style import FAINT, LINEAR, MUTED, PAPER, RETRAIN, TARGET, TEXT, SeriesStyle
 from divdec_research.baselines.table import Kind as MethodKind
+from divdec_research.report.style import FAINT, LINEAR, MUTED, PAPER, RETRAIN, TARGET, TEXT, SeriesStyle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
-from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json, write_text
 from divdec_research.report.charts import Dot, Series, band_panels
 from divdec_research.report.scores import best_index
+from divdec_research.report.style import OTHERS, SERIES_STYLES, style, svg_text
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
