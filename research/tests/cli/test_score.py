@@ -313,7 +313,7 @@ class TestBadInput:
         references = (tofu, "--target", tofu, "--retrain", tofu)
         self.refused(capsys, "tofu", *references[1:], says="--results requires an argument")
         self.refused(capsys, "tofu", tofu, "--target", tofu, says="requires an argument")
-        self.refused(capsys, "leak", *references, says="SUITE")
+        self.refused(capsys, "leak", *references, says="suite")
         self.refused(capsys, "tofu", *references, "--variant", "mine", says="variant")
         self.refused(capsys, "tofu", *references, "--level", "99", says="level is 99")
         self.refused(capsys, "tofu", *references, "--draws", "0", says="draws is 0")
