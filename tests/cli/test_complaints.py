@@ -26,7 +26,7 @@ def test_command_without_arguments_names_required_options(command, capsys):
     assert main([command]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "requires an argument" in error or "required" in error
+    assert "required" in error or "give either" in error
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -50,19 +50,19 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("cost --target 8B", "--aux requires an argument"),
+        ("cost --target 8B", "--aux is required"),
         ("calibrate b --forget f --retain r", "--holdout is required"),
         ("calibrate b --forget f --retain r --reference none", "--neutral is required with --reference none"),
         ("calibrate b --forget f --retain r --reference none --neutral n --holdout h", "--holdout is for --refer"),
         ("calibrate org/b --forget f --retain r --holdout h --write", "org/b is no folder that may be written to"),
-        ("generate", "--bundle requires an argument"),
+        ("generate", "bundle is required"),
         ("generate b c", "'c'"),
         ("generat b", 'Did you mean "generate"?'),
         ("takedown frobnicate folder", "Available commands: init, add, remove, list, verify"),
         ("train --base b --forget f --retain r --output o --recipe other",
-         'Invalid value "other" for --recipe. Choose from: "matched", "refusal", "full-retain", "forget-retain"'),
-        ("generate b --temperature warm", '--temperature: unable to convert "warm" into float'),
-        ("generate b --temperature=", '--temperature: unable to convert "" into float'),
+         "--recipe is 'other'; accepted: matched, refusal, full-retain, forget-retain"),
+        ("generate b --temperature warm", "--temperature is 'warm'; accepted: a number ("),
+        ("generate b --temperature=", "--temperature is ''; accepted: a number ("),
         ("generate b --top-k 3", "give --temperature above 0"),
         ("generate b --temperatur 1", "Did you mean --temperature?"),
         ("generate b --alpha 1", "use --steering linear:ALPHA"),
@@ -75,8 +75,8 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("bench compute --output o --vocabularies many", "--vocabularies is 'many'; accepted: a whole number"),
         ("demo --config absent.yaml", "absent.yaml, which does not exist; accepted: a YAML file of options"),
         ("demo --sed 3", "Did you mean --seed?"),
-        ("train --bse b --forget f --retain r --output o", "Did you mean --base instead of --bse?"),
-        ("demo --seed 1 --seed 2", "--seed specified multiple times"),
+        ("train --bse x", "Unknown option: --bse. Did you mean --base?"),  # not "--base is required"
+        ("demo --seed 1 --seed 2", "--seed is given more than once"),
         ("image draw", "Available commands: demo, train"),
         ("results plot", "results is required"),
         ("serve b --extra-bundle other", "--extra-bundle is 'other'; accepted: name=path"),

@@ -59,7 +59,7 @@ def test_cost_estimate_requires_only_configs(tmp_path, capsys):
         (["--target", "8B", "--aux", "1B", "--forget-tokens=-1M"], "--forget-tokens is '-1M'; accepted"),
         (["--target", "8B", "--aux", "1B", "--forget-tokens", "1M", "--volume", "8Q"], "--volume is '8Q'; accepted"),
         (["--target", "8B", "--aux", "no/such", "--forget-tokens", "1M"], "--aux no/such is neither a number nor"),
-        (["--target", "8B", "--aux", "1B"], "--forget-tokens requires an argument"),
+        (["--target", "8B", "--aux", "1B"], "--forget-tokens is required"),
     ],
 )
 def test_invalid_input_gives_one_line_error_and_exit_code_2(options, message, capsys):

@@ -164,7 +164,7 @@ def test_method_options_do_not_collide_with_common_options(name):
         (["forgetful"], 'Unknown command "forgetful". Available commands: list, grad-ascent, grad-diff, npo'),
         (["--target", "t", "npo"], 'Unknown command "--target". Available commands: list, grad-ascent'),
         (["--json"], 'Unknown command "--json"'),
-        (["npo", "--target", "t", "--forget", "f", "--output", "o"], "--retain requires an argument"),
+        (["npo", "--target", "t", "--forget", "f", "--output", "o"], "--retain is required"),
         (["npo", "--base", "b"], "Unknown option: --base"),
         (["grad-diff", "--beta", "1"], "Unknown option: --beta"),
         (

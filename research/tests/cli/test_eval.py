@@ -217,7 +217,7 @@ class TestRejectsInvalidInput:
         self.refused(capsys, "eval", "tofu", steered, *tofu[2:], "--data", tmp_path, *out, says="does not exist")
         self.refused(capsys, "eval", "tofu", tmp_path / "no", *tofu, *out, says="is not a folder")
         self.refused(
-            capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="--limit specified multiple times"
+            capsys, "eval", "tofu", steered, *tofu, *out, "--limit", "0", says="--limit is given more than once"
         )
         self.refused(capsys, "eval", "tofu", steered, "--data", "d", *out, "--limit", "0", says="--limit is 0")
         for suite, option, value in (

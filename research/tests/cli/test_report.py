@@ -81,7 +81,7 @@ class TestBadInput:
         (tmp_path / "empty").mkdir()
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "notes.txt").write_text("mine")
-        self.refused(capsys, says="requires an argument")
+        self.refused(capsys, says="required")
         self.refused(capsys, tmp_path / "none", says="does not exist")
         self.refused(capsys, tmp_path / "empty", says="is an empty folder")
         self.refused(capsys, tmp_path / "other", says="holds no results")

@@ -311,8 +311,8 @@ class TestBadInput:
     def test_settings(self, summary, capsys):
         tofu = summary("t", "tofu", model_utility=0.5)
         references = (tofu, "--target", tofu, "--retrain", tofu)
-        self.refused(capsys, "tofu", *references[1:], says="--results requires an argument")
-        self.refused(capsys, "tofu", tofu, "--target", tofu, says="requires an argument")
+        self.refused(capsys, "tofu", *references[1:], says="results is required")
+        self.refused(capsys, "tofu", tofu, "--target", tofu, says="required")
         self.refused(capsys, "leak", *references, says="suite")
         self.refused(capsys, "tofu", *references, "--variant", "mine", says="variant")
         self.refused(capsys, "tofu", *references, "--level", "99", says="level is 99")

@@ -14,14 +14,18 @@ import warnings
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import (
     App,
     ArgumentCollection,
+    CoercionError,
     CycloptsError,
     Group,
+    MissingArgumentError,
     Parameter,
+    RepeatArgumentError,
+    Token,
     UnknownOptionError,
 )
 from cyclopts.config import Dict
@@ -53,6 +57,7 @@ INSTEAD = {
 PACKAGES: dict[str, str] = {}  # the package that added a command, by the command's name
 # How libraries word a full disk: safetensors passes the system's words on, torch's zip writer does not.
 DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", "iostream error")
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def _version() -> str:
@@ -205,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return app.meta(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
     except CycloptsError as error:
-        return _fail(f"{name}: {_describe(error)} (`{name} --help` shows the options)")
+        return _fail(f"{name}: {_describe(_unknown_option(error) or error)} (`{name} --help` shows the options)")
     except (UsageError, FailedClosed) as error:
         return _fail(f"{name}: {error}")
     except Diverged as error:
@@ -223,12 +228,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
 
 
+def _unknown_option(error: CycloptsError) -> UnknownOptionError | None:
+    """Return the error of the first unknown option, a probable cause of `error`: `--bse` leaves `--base` missing."""
+    if error.app is None or error.app.default_command is None:
+        return None
+    arguments = error.app.assemble_argument_collection(default_parameter=app.default_parameter)
+    known = {name for argument in arguments for name in argument.names}
+    for token in error.unused_tokens or ():
+        name = token.split("=")[0]
+        if name.startswith("--") and name not in known:
+            return UnknownOptionError(token=Token(keyword=name, source="cli"), argument_collection=arguments)
+    return None
+
+
 def _describe(error: CycloptsError) -> str:
-    """Describe an error in one line."""
+    """Say in one line what was given and what is accepted, with the option as it is typed."""
     error.verbose = False
     if isinstance(error, UnknownOptionError) and error.token.keyword in INSTEAD:
         return f"there is no option {error.token.keyword}; use {INSTEAD[error.token.keyword]}"
+    if isinstance(error, RepeatArgumentError):
+        return f"{error.token.keyword} is given more than once"
+    if type(error) is MissingArgumentError and error.argument is not None:
+        name = error.argument.name
+        missing = name.removeprefix("--") if error.argument.index is not None else name
+        return f"{error.keyword} needs a value" if error.keyword else f"{missing} is required"
+    if isinstance(error, CoercionError) and error.token is not None and error.argument is not None:
+        accepted = _accepted(error.argument.hint)
+        if accepted is not None:
+            given = "" if error.token.source in ("", "cli") else f" in {error.token.source}"
+            name = error.argument.name if error.argument.index is None else error.argument.name.removeprefix("--")
+            return f"{name} is {error.token.value!r}{given}; accepted: {accepted}"
     return " ".join(str(error).split())
+
+
+def _accepted(hint: Any) -> str | None:
+    """Say which values a type accepts; None for a type without a name among users."""
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (tuple, list):
+        return _accepted(get_args(hint)[0])
+    if members := [member for member in get_args(hint) if member not in (type(None), ...)]:
+        words = [_accepted(member) for member in members if not isinstance(member, Parameter)]
+        return None if None in words else " or ".join(dict.fromkeys(word for word in words if word))
+    return KINDS.get(hint)
 
 
 def _resumable(error: Exception) -> str | None:
