@@ -29,4 +29,3 @@ divdec results plot runs/students --figure distillation --output docs/gallery/di
 divdec results plot runs/sequential-demo --figure sequential --output docs/gallery/sequential.svg
 divdec results plot runs/sequential-muse --figure sequential --output docs/gallery/sequential-muse.svg
 divdec results plot runs/bench-compute --figure compute --output docs/gallery/compute.svg
-divdec results plot runs/bench-latency --figure latency --output docs/gallery/latency.svg

@@ -1,4 +1,4 @@
-"""The measured costs on tiny shapes: what is measured, what is kept, what is refused, and that figures are right."""
+"""The measured compute on tiny shapes: what is measured, what is kept, what is refused, and that figures are right."""
 
 import json
 import types
@@ -11,18 +11,15 @@ from divdec.costs.model_size import measure_size
 from divdec.errors import UsageError
 from divdec.runs import RunFolder, read_record
 from divdec_research.bench import settings as bench_settings
-from divdec_research.bench.results import compute_deviation, compute_table, latency_table
+from divdec_research.bench.results import compute_deviation, compute_table
 from divdec_research.bench.run import (
     BenchDevice,
     bench_compute,
-    bench_latency,
     combinations,
     compute_figures,
-    scale_last_norms,
-    time_answers,
     time_passes,
 )
-from divdec_research.bench.settings import SHAPES, BenchSettings, DecoderShape, LatencySettings, find_shape
+from divdec_research.bench.settings import SHAPES, BenchSettings, DecoderShape, find_shape
 
 TINY = {
     "tiny": DecoderShape("tiny", 32, 128, 16, 2, 2, 1),
@@ -41,11 +38,6 @@ def shapes(monkeypatch):
 def compute_settings(folder, **more):
     options = FAST | {"targets": ("small", "llama-small"), "vocabularies": (256, 512)} | more
     return BenchSettings(output=str(folder), **options)
-
-
-def latency_settings(folder, **more):
-    options = FAST | {"targets": ("small",), "vocabularies": (256,), "tokens": 8, "block": 2} | more
-    return LatencySettings(output=str(folder), **options)
 
 
 def models_of(settings, device):
@@ -128,7 +120,7 @@ def test_benchmark_resumes_after_partially_written_line(tmp_path):
 def test_benchmark_rejects_folder_with_other_files(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds other files"):
+    with pytest.raises(UsageError, match="not empty"):
         bench_compute(compute_settings(tmp_path / "mine"), silent)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     settings = compute_settings(tmp_path / "c")
@@ -136,8 +128,6 @@ def test_benchmark_rejects_folder_with_other_files(tmp_path):
     run = RunFolder.open(tmp_path / "c", "bench compute", settings, "bench compute", extend=True)
     with run, pytest.raises(UsageError, match="another `divdec bench compute` is running"):
         bench_compute(settings, silent)
-    with pytest.raises(UsageError, match="holds a result of `divdec bench compute`"):
-        bench_latency(latency_settings(tmp_path / "c"), silent)
     with pytest.raises(UsageError, match="is a file"):
         bench_compute(compute_settings(tmp_path / "mine" / "notes.txt" / "x"), silent)
     (tmp_path / "c" / "results.jsonl").write_text("no row\n{}\n")
@@ -201,76 +191,7 @@ def test_p_and_q_have_different_weights(tmp_path):
     assert not torch.equal(*(models[name].get_input_embeddings().weight for name in "pq"))
 
 
-def test_latency_benchmark_measures_and_reuses_results(tmp_path):
-    result = bench_latency(latency_settings(tmp_path / "l"), silent)
-    (row,) = result["rows"]
-    ways = {"target", "plain", "speculative"}
-    assert row["seconds_per_token"].keys() == ways
-    assert row["ratio"].keys() == ways - {"target"}
-    assert "<svg" in (tmp_path / "l" / "latency.svg").read_text()
-    table = (tmp_path / "l" / "table.md").read_text()
-    assert latency_table(result["rows"]) == table
-    assert all(f"| {head} |" in table for head in ("target, ms", "t_Q/t_P, speculative"))
-    assert bench_latency(latency_settings(tmp_path / "l"), silent)["rows"] == [row]
-    assert len((tmp_path / "l" / "results.jsonl").read_text().splitlines()) == 1
-
-
-def test_every_execution_mode_gives_steered_output(tmp_path, monkeypatch):
-    from divdec.model.modeling import DivergenceForCausalLM
-
-    settings = latency_settings(tmp_path, tokens=16)
-    device = BenchDevice.of(settings)
-    one, models = models_of(settings, device)
-    with torch.no_grad():  # random models with tied embeddings repeat the last token: let the target and p do otherwise
-        for name in "Pp":
-            models[name].model.embed_tokens.weight.copy_(models[name].model.embed_tokens.weight.roll(1, 0) * 3)
-    answers, generate = [], DivergenceForCausalLM.generate
-
-    def kept(self, *args, **kwargs):
-        answers.append(generate(self, *args, **kwargs))
-        return answers[-1]
-
-    monkeypatch.setattr(DivergenceForCausalLM, "generate", kept)
-    _, counted = time_answers(models, one.vocabulary, settings)
-    assert len(answers) == 4  # two steered ways, two rounds
-    assert all(torch.equal(answer, answers[0]) for answer in answers)
-    assert 0 <= counted.acceptance_rate <= 1
-    assert counted.passes
-
-
-def test_logits_of_target_and_forget_auxiliary_are_scaled(tmp_path):
-    settings = latency_settings(tmp_path)
-    _, models = models_of(settings, BenchDevice.of(settings))
-    ids = torch.arange(8)[None]
-
-    def logits():
-        with torch.inference_mode():
-            return {name: model(ids).logits for name, model in models.items()}
-
-    before = logits()
-    scale_last_norms(models, 0.05)
-    scaled = logits()
-    for name, factor in (("P", 0.05), ("p", 0.05), ("q", 1.0)):
-        torch.testing.assert_close(scaled[name], factor * before[name])
-
-
-def test_cpu_time_is_reported_for_single_thread_only(tmp_path, monkeypatch):
-    settings = latency_settings(tmp_path / "l", clock="processor", tokens=2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with pytest.raises(UsageError, match="clock 'processor' is for one thread of a CPU"):
-        bench_latency(settings, silent)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    (row,) = bench_latency(settings, silent)["rows"]
-    assert row["seconds_per_token"].keys() == {"target", "plain", "speculative"}
-    assert row["clock"] == "processor"
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["compute", "latency"])
-def test_benchmarks_run_on_gpu(tmp_path, kind):
+def test_benchmark_runs_on_gpu(tmp_path):
     more = {"device": "cuda", "targets": ("chinchilla-489M",), "auxiliaries": ("chinchilla-44M",)}
-    if kind == "compute":
-        result = bench_compute(compute_settings(tmp_path, **more), silent)
-    else:
-        result = bench_latency(latency_settings(tmp_path, **more), silent)
-    assert result["rows"]
+    assert bench_compute(compute_settings(tmp_path, **more), silent)["rows"]

@@ -382,9 +382,8 @@ class TestOwnResults:
         assert lines(axes)["npo"] == pytest.approx(np.array([[1, 0], [2, 5], [3, 10]]))
 
     def test_bench(self, tmp_path):
-        for name in ("compute", "latency"):
-            (tmp_path / name).mkdir()
-            write_json(tmp_path / name / "run.json", record(f"bench {name}", {}, device="a processor"))
+        (tmp_path / "compute").mkdir()
+        write_json(tmp_path / "compute" / "run.json", record("bench compute", {}, device="a processor"))
         row = {
             "target": "P",
             "auxiliary": "p",
@@ -394,12 +393,9 @@ class TestOwnResults:
         }
         half = json.dumps(row | {"key": "b"})[:20]  # a run was killed while it wrote
         (tmp_path / "compute" / "results.jsonl").write_text(f"{json.dumps(row)}\n{half}")
-        row["ratio"] = {"plain": 1.4, "speculative": 0.9}
-        (tmp_path / "latency" / "results.jsonl").write_text(f"{json.dumps(row)}\n")
         result = drawn("compute", tmp_path)
         assert lines(result.figure.axes[1])["vocabulary 512"].tolist() == [[1.2, 1.5]]
         assert "1 combinations of models on a processor" in result.description
-        assert lines(drawn("latency", tmp_path).figure.axes[0])["P with two p"].tolist() == [[512, 1.4]]
         assert "(lower is better)" in result.figure.axes[0].get_ylabel()
 
 

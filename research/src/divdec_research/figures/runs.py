@@ -1,4 +1,4 @@
-"""Figures of single runs: leaks, gradient depth, distillation, sequential requests, compute and latency."""
+"""Figures of single runs: leaks, gradient depth, distillation, sequential requests, compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from divdec.evaluation.results import SUMMARY
 from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
 from divdec.runs import RECORD, read_json, read_record
 from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES
-from divdec_research.bench.results import compute_figure, latency_figure
+from divdec_research.bench.results import compute_figure
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results
 from divdec_research.report import gradient_depth
@@ -176,12 +176,6 @@ def sequential(request: FigureRequest) -> FigureResult:
 def compute(request: FigureRequest) -> FigureResult:
     """Draw (t_P + t_p + t_q)/t_P over 1 + 2n/N, prompt and decoding apart."""
     return _bench(request, "compute", compute_figure, "Compute increase, measured")
-
-
-@register("latency", shows="increase of runtime by model and vocabulary size", needs="divdec bench latency")
-def latency(request: FigureRequest) -> FigureResult:
-    """Draw t_Q/t_P over the vocabulary, a line for each target."""
-    return _bench(request, "latency", latency_figure, "Latency increase, measured")
 
 
 @register(
