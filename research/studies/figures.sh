@@ -24,8 +24,8 @@ divdec results plot runs/compare-demo --figure tofu-bars --output docs/gallery/d
 divdec results plot runs/compare-demo --figure strength --output docs/gallery/demo-strength.svg
 divdec results plot runs/compare-demo --figure leak --output docs/gallery/demo-leak.svg
 divdec results plot runs/compare-muse --figure muse-scatter --output docs/gallery/muse-small.svg
-divdec results plot runs/depth --figure gradient-depth --output docs/gallery/depth.svg
+cp runs/depth/depth.svg docs/gallery/depth.svg
 divdec results plot runs/students --figure distillation --output docs/gallery/distillation.svg
 divdec results plot runs/sequential-demo --figure sequential --output docs/gallery/sequential.svg
 divdec results plot runs/sequential-muse --figure sequential --output docs/gallery/sequential-muse.svg
-divdec results plot runs/bench-compute --figure compute --output docs/gallery/compute.svg
+cp runs/bench-compute/compute.svg docs/gallery/compute.svg

@@ -27,7 +27,7 @@ from divdec.report.style import (
     variable,
     write_figure,
 )
-from divdec.runs import record, write_json
+from divdec.runs import write_json
 from divdec_research.figures.registry import FIGURES, FigureRequest, Source, find_figure
 from divdec_research.figures.results import best_settings, load_results
 from divdec_research.suites.results import identify
@@ -337,29 +337,10 @@ class TestOwnResults:
             with pytest.raises(UsageError, match="it needs"):
                 drawn(name, tmp_path, **references)
 
-    def test_results_without_layers_or_steps_raise(self, tmp_path):
-        write_json(tmp_path / "depth.json", {"level": 0.99, "rows": []})
+    def test_results_without_steps_raise(self, tmp_path):
         write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": []})
-        with pytest.raises(UsageError, match=r"depth.json that holds layers; .* holds none"):
-            drawn("gradient-depth", tmp_path)
         with pytest.raises(UsageError, match=r"it needs the result\.json"):
             drawn("sequential", tmp_path)
-
-    def test_depth(self, tmp_path):
-        rows = [
-            {"set": of, "part": component, "layer": layer, "mean": 1.0 + layer, "low": 0.9 + layer, "high": 1.1 + layer}
-            for of in ("forget", "retain") for component in ("attention", "mlp") for layer in range(3)
-        ]  # fmt: skip
-        write_json(tmp_path / "depth.json", {"level": 0.99, "rows": rows})
-        result = drawn("gradient-depth", tmp_path)
-        attention, mlp = result.figure.axes
-        assert lines(attention)["forget"].tolist() == lines(mlp)["retain"].tolist() == [[0, 1], [1, 2], [2, 3]]
-        assert result.sources == (f"{tmp_path.name}/depth.json",)
-        assert drawn("gradient-depth", tmp_path, tmp_path).sources == result.sources  # the same file given twice
-        (tmp_path / "again").mkdir()
-        write_json(tmp_path / "again" / "depth.json", {"level": 0.99, "rows": rows})
-        with pytest.raises(UsageError, match=r"2 results of that kind .* give one of them"):
-            drawn("gradient-depth", tmp_path)
 
     def test_sequential(self, tmp_path):
         steps = [
@@ -380,23 +361,6 @@ class TestOwnResults:
             write_results(Results(str(step), "muse", figures, about={"sequence": "sust", "step": step}), folder)
         (axes,) = drawn("sequential", tmp_path).figure.axes
         assert lines(axes)["npo"] == pytest.approx(np.array([[1, 0], [2, 5], [3, 10]]))
-
-    def test_bench(self, tmp_path):
-        (tmp_path / "compute").mkdir()
-        write_json(tmp_path / "compute" / "run.json", record("bench compute", {}, device="a processor"))
-        row = {
-            "target": "P",
-            "auxiliary": "p",
-            "vocabulary": 512,
-            "theory": 1.2,
-            "ratio": {"prefill": 1.3, "decode": 1.5},
-        }
-        half = json.dumps(row | {"key": "b"})[:20]  # a run was killed while it wrote
-        (tmp_path / "compute" / "results.jsonl").write_text(f"{json.dumps(row)}\n{half}")
-        result = drawn("compute", tmp_path)
-        assert lines(result.figure.axes[1])["vocabulary 512"].tolist() == [[1.2, 1.5]]
-        assert "1 combinations of models on a processor" in result.description
-        assert "(lower is better)" in result.figure.axes[0].get_ylabel()
 
 
 def comparison(folder):
@@ -436,15 +400,12 @@ def test_missing_results_give_one_line_error(name, tmp_path):
 @pytest.mark.parametrize(
     ("figure", "name", "content"),
     [
-        ("compute", "results.jsonl", b"\xff\n"),
-        ("compute", "results.jsonl", b"5\n"),
         ("leak", "comparison.json", b'{"leaks": {"a": {"x": "y"}}}'),
         ("leak", "comparison.json", b'{"leaks": {"a": {}}}'),
         ("leak", "rebel_cache.json", b'{"table_data": [5]}'),
     ],
 )
 def test_files_with_unexpected_content_give_one_line_error(figure, name, content, tmp_path):
-    (tmp_path / "run.json").write_text('{"verb": "bench compute"}')
     (tmp_path / name).write_bytes(content)
     with style(), pytest.raises(UsageError, match="does not hold what the figure is drawn from") as error:
         find_figure(figure).draw(FigureRequest((str(tmp_path),)))
@@ -525,7 +486,7 @@ class TestGallery:
         for picture in pictures:
             content = picture.read_text()
             assert len(content) < 100_000, picture
-            assert f"--output docs/gallery/{picture.name}" in commands
+            assert f"docs/gallery/{picture.name}" in commands
             (source,) = ElementTree.fromstring(content).iter(f"{DUBLIN}source")
             assert source.text
             assert not re.search(r"/(home|root|work|tmp|Users)/", content), picture

@@ -1,11 +1,10 @@
-"""Figures of single runs: leaks, gradient depth, distillation, sequential requests, compute."""
+"""Figures of single runs: leaks, distillation, sequential requests."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,16 @@ from matplotlib.figure import Figure
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY
 from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
-from divdec.runs import RECORD, read_json, read_record
+from divdec.runs import RECORD, read_json
 from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES
-from divdec_research.bench.results import compute_figure
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results
-from divdec_research.report import gradient_depth
 from divdec_research.report.charts import Dot, LeakCurve, Series, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
 from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM
 from divdec_research.suites.results import FILES, identify, read_results
 
-STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
+STEPS, PUBLISHED_LEAKS = "result.json", "rebel_cache.json"
 PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
 SEQUENCE_STYLES = {
     "steered": SERIES_STYLES[0],
@@ -60,30 +57,6 @@ class Tile:
     y: float
     value: float
     marked: bool = False
-
-
-@register("gradient-depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
-def draw_gradient_depth(request: FigureRequest) -> FigureResult:
-    """Draw the norm of distillation's gradient by layer, from one depth.json (paper, figure gradient_depth)."""
-    name = gradient_depth.RESULT
-    sources = find_files(request.runs, name)
-    if not sources:
-        raise missing_data(request.runs, "gradient-depth", f"the {name} of `divdec gradient-depth`")
-    if len(sources) > 1:
-        listed = ", ".join(source.name for source in sources[:4])
-        raise UsageError(f"these runs hold {len(sources)} results of that kind ({listed}); give one of them")
-    (source,) = sources
-    content = read_json(source.path)
-    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise UsageError(f"{source.path} is not the {name} of `divdec gradient-depth`")
-    if not content["rows"]:
-        raise missing_data(request.runs, "gradient-depth", f"a {name} that holds layers; {source.name} holds none")
-    rows = content["rows"]
-    figure = gradient_depth.depth_figure(rows, content["level"])
-    title = "Distillation's gradient, layer by layer"
-    figure.suptitle(title, fontsize=11.5)
-    peaks = ", ".join(f"{of} {module}: layer {layer}" for (of, module), layer in gradient_depth.peaks(rows).items())
-    return FigureResult(figure, title, f"L2 norm of the gradient by layer; the largest of {peaks}.", (source.name,))
 
 
 @register(
@@ -170,12 +143,6 @@ def sequential(request: FigureRequest) -> FigureResult:
     listed = "; ".join(f"{name}: {distance:.1f}" for name, distance in last.items())
     text = f"Distance from the first step in points, at the last step: {listed}."
     return FigureResult(figure, title, text, sources)
-
-
-@register("compute", shows="compute increase, measured over 2n/N", needs="divdec bench compute")
-def compute(request: FigureRequest) -> FigureResult:
-    """Draw (t_P + t_p + t_q)/t_P over 1 + 2n/N, prompt and decoding apart."""
-    return _bench(request, "compute", compute_figure, "Compute increase, measured")
 
 
 @register(
@@ -367,39 +334,6 @@ def _evaluated_steps(request: FigureRequest) -> tuple[list[dict[str, Any]], tupl
                 about = {"protocol": PROTOCOLS[rule], "method": family, "step": step}
                 steps.append({**about, "distance": distance, "distance_interval": (distance, distance)})
     return steps, tuple(dict.fromkeys(sources))
-
-
-def _bench(
-    request: FigureRequest, name: str, draw: Callable[[list[dict[str, Any]]], Figure], title: str
-) -> FigureResult:
-    verb, rows, sources, devices = f"bench {name}", [], [], {}
-    for source in find_files(request.runs, BENCH_ROWS):
-        record = read_record(source.path.parent) or {}
-        if record.get("verb") == verb:
-            rows += _bench_rows(source)
-            sources.append(source.name)
-            devices[str(record.get("device") or "a device that is not named")] = None
-    if not rows:
-        raise missing_data(request.runs, name, f"the {BENCH_ROWS} and run.json of `divdec {verb}`")
-    figure = draw(rows)
-    figure.suptitle(title, fontsize=11.5)
-    figure.axes[0].set_ylabel(f"{figure.axes[0].get_ylabel()} (lower is better)")
-    return FigureResult(
-        figure, title, f"{len(rows)} combinations of models on {', '.join(devices)}.", tuple(sources)
-    )  # fmt: skip
-
-
-def _bench_rows(source: Source) -> list[dict[str, Any]]:
-    """The rows of a benchmark, without a last line that is incomplete."""
-    lines = source.path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UsageError(f"{source.path}, line {number} is no row of a benchmark") from None
-    return rows
 
 
 def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:

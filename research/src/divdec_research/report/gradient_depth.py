@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
-from divdec.report.style import OTHERS, SERIES_STYLES, style, svg_text
-from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json, write_text
+from divdec.report.style import OTHERS, SERIES_STYLES, style, write_figure
+from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json
 from divdec_research.report.charts import Dot, Series, band_panels
 from divdec_research.report.scores import best_index
 from divdec_research.report.tables import markdown_table
@@ -82,7 +82,11 @@ def run_gradient_depth(
     with output_folder(output, settings.overwrite, made_by(VERB)) as folder:
         write_json(folder / RESULT, {**about, "rows": rows})
         with style("divdec-depth"):
-            write_text(folder / PLOT, svg_text(depth_figure(rows, bootstrap.level)))
+            largest = ", ".join(f"{column}: layer {layer}" for column, layer in about["peak_layers"].items())
+            write_figure(
+                folder / PLOT, depth_figure(rows, bootstrap.level), title="Distillation's gradient, layer by layer",
+                description=f"L2 norm of the gradient by layer; the largest of {largest}.", sources=[RESULT],
+            )  # fmt: skip
         write_json(folder / RECORD, record(VERB, settings, **about))
     return {**about, "rows": rows}
 
