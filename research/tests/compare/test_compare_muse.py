@@ -14,7 +14,7 @@ from divdec.cli import main
 from divdec.data.formatting import Format, encode_records
 from divdec.evaluation.results import Results, numbered
 from divdec.training.settings import TrainingSettings
-from divdec_research.compare import benchmark, muse_news, run
+from divdec_research.compare import benchmark, muse_news
 from divdec_research.compare.muse_news import SHARED_WORDS, muse_small
 from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings
@@ -118,7 +118,7 @@ def test_muse_scores_are_distances_to_retrain():
     # Without texts, as in a folder of questions alone, the distance over knowledge takes the place of the whole.
     results = result(0.5, 0.2, 0.1)
     del results.items[VERBATIM], results.figures[VERBATIM]
-    line = summarize("npo", "", {0: SeedResult(results, None, None)}, {0: (target, retrain)}, EMPTY, Bootstrap(), {})
+    line = summarize("npo", "", {0: SeedResult(results, None)}, {0: (target, retrain)}, EMPTY, Bootstrap(), {})
     assert (line.values.get("distance"), line.values["privleak"], line.goal) == (None, None, "knowmem_distance")
     assert line.rank() == -line.values["knowmem_distance"]
 
@@ -134,7 +134,7 @@ def test_halves_of_muse_results():
 def test_the_best_setting_has_the_lowest_distance():
     def line(method, setting, distance, verbatim, failed=None):
         values = {"distance": distance, "verbmem_distance": verbatim}
-        return TrialSummary(method, setting, values, {}, {}, None, None, failed, goal="distance")
+        return TrialSummary(method, setting, values, {}, {}, None, failed, goal="distance")
 
     lines = [
         line("npo", "a", 50.0, 3.0),
@@ -161,8 +161,6 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr(muse_news, "PROMPT_WORDS", 6)
     monkeypatch.setattr(muse_news, "PASSAGE_WORDS", 14)
     monkeypatch.setattr(muse, "VERBMEM_TOKENS", 24)
-    monkeypatch.setattr(run, "TIMED_TOKENS", 4)
-    monkeypatch.setattr(run, "TIMED_ROUNDS", 1)
     gradient = {"batch_size": (8,), "gradient_accumulation": (1,), "epochs": (1.0,)}
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
