@@ -19,11 +19,11 @@ from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records, record_set
 from divdec.evaluation.results import Results
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
+from divdec.training.settings import DistillationSettings, TrainingSettings
 from divdec_research.baselines.table import METHODS, TITLES
 from divdec_research.compare import run, suite
 from divdec_research.compare.benchmark import load_benchmarks
-from divdec_research.compare.run import build_model, compare_methods
+from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Trial, trials_of
 from divdec_research.compare.suite import TofuComparison
 from divdec_research.compare.table import (
@@ -116,8 +116,6 @@ def few(monkeypatch):
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
         "rank": {"steering": ("rank:5",)},
-        "linear-paper": {"steering": ("linear:0", "linear:1"), "recipe": ("full-retain",), "learning_rate": (1e-2,)},
-        "linear-matched": {"steering": ("linear:1",), "recipe": ("matched",), "learning_rate": (1e-2,)},
         "distill": {"learning_rate": (1e-3,), "epochs": (2.0,), "steering": ("rank:5:soft",)},
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
@@ -162,23 +160,6 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     assert held_out.values["agg"] != by_setting["linear", held_out.setting].values["agg"]
     row = next(line for line in (output / "table.md").read_text().splitlines() if line.startswith("| Linear DD"))
     assert f"| 2 | {held_out.setting} | {held_out.values['agg']:.2f} [" in row
-
-    # Another recipe's pair is trained once, from the base and on the whole retain set.
-    work = output / "seed-0" / "work"
-    for recipe, method in (("full-retain", "linear-paper"), ("matched", "linear-matched")):
-        (pair,) = work.glob(f"pair-{recipe}-*")
-        trained = json.loads((pair / "run.json").read_text())
-        assert (trained["settings"]["base"], trained["settings"]["learning_rate"]) == (
-            str(models_folder / "base"),
-            1e-2,
-        )
-        assert trained["retain_set"].endswith("12 records)")
-        assert by_setting[method, "linear:1"].seconds == sum(one["seconds"] for one in trained["auxiliaries"].values())
-        config = json.loads(next((output / "seed-0" / method).glob("linear-1-*/model/config.json")).read_text())
-        assert all(str(pair) in json.dumps(config[name]) for name in ("retain_auxiliary", "forget_auxiliary"))
-        own, given = (by_setting[name, "linear:1"].values for name in (method, "linear"))
-        assert own["forget_Q_A_Prob"] < target.values["forget_Q_A_Prob"]
-        assert own["forget_Q_A_Prob"] != given["forget_Q_A_Prob"]
 
     # A method that breaks is a line of the table, and the others are not lost.
     broken = next(line for line in results.trials if line.method == "grad-ascent")
@@ -324,7 +305,7 @@ def test_method_without_best_setting_is_marked(tmp_path):
         line("target", "", 0.0),
         line("npo", "lr 1", 0.0), line("npo", "lr 2", 0.0),
         line("rmu", "lr 1", 0.5), line("rmu", "lr 2", 0.5),
-        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4), line("linear-matched", "linear:1.75", 0.5),
+        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4),
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
     assert without_best(lines) == {"target", "npo", "rmu"}
@@ -339,25 +320,16 @@ def test_method_without_best_setting_is_marked(tmp_path):
     assert "WHP lr 1: it broke\n" in printed
 
 
-RECIPES = {"linear-paper", "rank-paper", "linear-matched", "rank-matched"}
-
-
 @pytest.mark.parametrize("grid", GRIDS)
 def test_grid_settings_are_valid_for_their_method(grid):
     grid_trials = trials_of(("all",), grid)
-    without = set() if grid == "small" else RECIPES
-    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"} - without
+    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"}
     assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
     for trial in grid_trials:
         if trial.method in METHODS:
             METHODS[trial.method].settings(**trial.settings)
         elif trial.method == "distill":
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
-        elif trial.method in RECIPES:
-            AuxiliarySettings(base="b", target="t", forget="f", retain="r", output="o", **trial.settings)
-    for method in without:
-        with pytest.raises(UsageError, match=f"'{method}' is not in the grid '{grid}'"):
-            trials_of((method,), grid)
 
 
 def test_small_grid_has_equally_many_settings_of_every_method():
@@ -365,19 +337,6 @@ def test_small_grid_has_equally_many_settings_of_every_method():
     assert {method for method in numbers if numbers[method] != 8} == {"ngram-filter", "guardrail"}
     # These have three settings at most that differ in kind.
     assert numbers["ngram-filter"] == numbers["guardrail"] == 3
-    # Rows that differ in the pair's recipe alone try the same strengths.
-    for rule in ("linear", "rank"):
-        steering = [
-            {trial.steering for trial in trials_of((f"{rule}{end}",), "small")} for end in ("", "-paper", "-matched")
-        ]
-        assert steering[0] == steering[1] == steering[2]
-
-
-def test_pair_of_another_recipe_needs_a_base(models_folder, tmp_path):
-    (benchmark,) = load_benchmarks(settings_of(models_folder, tmp_path, base=None), print)
-    (trial, *_) = trials_of(("linear-paper",), "small")
-    with pytest.raises(UsageError, match=r"recipe full-retain is trained from a small model .* give it with --base"):
-        build_model(trial, benchmark, tmp_path / "model", tmp_path / "work")
 
 
 def test_paper_grid_has_settings_of_its_tables(shared):
@@ -398,7 +357,7 @@ def test_paper_grid_has_settings_of_its_tables(shared):
 
 def test_invalid_input_gives_one_line_error(models_folder, tmp_path):
     with pytest.raises(
-        UsageError, match=r"'nop' is not in the grid 'small'; accepted: all, linear, rank, distill, linear-paper"
+        UsageError, match=r"'nop' is not in the grid 'small'; accepted: all, linear, rank, distill, grad-ascent"
     ):
         trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,11 +35,10 @@ from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_record, record, settings_hash, write_json
+from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_record, record, write_json
 from divdec.steering import Steering
-from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
 from divdec.training.distillation import distill
-from divdec.training.settings import AuxiliarySettings, DistillationSettings
+from divdec.training.settings import DistillationSettings
 from divdec_research.baselines import auto  # noqa: F401  composites load
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel
@@ -332,8 +331,6 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
     if trial.method == "retrain":
         return BuiltModel(benchmark.retrain, benchmark.retrain_seconds)
     if trial.steering is not None:
-        if trial.settings:
-            benchmark = _with_pair(trial.settings, benchmark, work)
         return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
@@ -354,39 +351,6 @@ def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
         forget_auxiliary=str(benchmark.forget_auxiliary), steering=rule, overwrite=True,
         forget_set=benchmark.forget.label,
     )  # fmt: skip
-
-
-def _with_pair(options: Mapping[str, Any], benchmark: Benchmark, work: Path) -> Benchmark:
-    """Train a pair from the small base as `divdec train` does, unless an earlier trial has; put it into the benchmark.
-
-    Raises:
-        UsageError: the benchmark has no small base, or one with other tokens than the target.
-        Diverged: training diverged.
-    """
-    if benchmark.base is None:
-        raise UsageError(
-            f"the pair of the recipe {options['recipe']} is trained from a small model of the target's vocabulary that "
-            "has learned neither set: give it with --base"
-        )
-    forget, retain = _write_sets(benchmark, work)
-    form = benchmark.form
-    folder = work / f"pair-{options['recipe']}-{settings_hash([options, benchmark.identity])}"
-    with FileLock(work / "pair.lock"):  # parallel trials share the pair
-        content = read_record(folder) or {}
-        if "auxiliaries" not in content:
-            settings = AuxiliarySettings(
-                base=str(benchmark.base), target=str(benchmark.target), forget=forget, retain=retain,
-                output=str(folder), seed=benchmark.seed, system_prompt=form.system_prompt, max_length=form.max_length,
-                epochs=10.0, lora_rank=0, **options,
-            )  # fmt: skip
-            # Without the measurement, for which a tenth of the retain set would not be learned.
-            content = train_auxiliaries(settings, lambda line: None, measure=False)
-    return dataclasses.replace(
-        benchmark,
-        retain_auxiliary=folder / RETAIN,
-        forget_auxiliary=folder / FORGET,
-        pair_seconds=sum(float(auxiliary["seconds"]) for auxiliary in content["auxiliaries"].values()),
-    )
 
 
 def _write_sets(benchmark: Benchmark, work: Path) -> tuple[str, str]:

@@ -21,21 +21,12 @@ _FILTERS: dict[str, Grid] = {
     "ngram-filter": {"ngram_size": (4, 6, 10)},
     "guardrail": {"mode": ("prompt", "filter", "both")},
 }
-_LINEAR: Grid = {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3.5))}
-_RANK: Grid = {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 300, 600))}
-# The options of `divdec train` for the rows whose pair it trains from the small base.
-_PAPER_PAIR: Grid = {"recipe": ("full-retain",), "learning_rate": (1e-3,)}
-_MATCHED_PAIR: Grid = {"recipe": ("matched",), "learning_rate": (1e-3,)}
 # For models of a few million parameters, whose learning rates are a hundred times those of large ones. The settings
 # were chosen on seed 0 of the demo and widened where a method's best one was its strongest, so that each method's
 # settings range from hardly any forgetting to too much.
 SMALL: dict[str, Grid] = {
-    "linear": _LINEAR,
-    "rank": _RANK,
-    "linear-paper": {**_LINEAR, **_PAPER_PAIR},
-    "rank-paper": {**_RANK, **_PAPER_PAIR},
-    "linear-matched": {**_LINEAR, **_MATCHED_PAIR},
-    "rank-matched": {**_RANK, **_MATCHED_PAIR},
+    "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3.5))},
+    "rank": {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 300, 600))},
     # Students of this size forget what they do not rehearse; 600 is all that the embedded data have. The published
     # direction leaves memorised tokens likelier than the teacher does (docs/distillation.md); it is in PAPER.
     "distill": {"learning_rate": (3e-4, 1e-3, 2e-3, 4e-3), "rehearse": (0, 600), "direction": ("student-teacher",)},
@@ -149,9 +140,7 @@ class CompareSettings(CheckedSettings):
     articles, and questions; needs --muse), or a folder with the files of TOFU or MUSE for your own models (needs
     --bundle and --retrain)."""
     methods: tuple[str, ...] = ("all",)
-    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'. The small grid
-    also has 'linear-paper', 'rank-paper', 'linear-matched' and 'rank-matched': the rules with auxiliaries that are
-    trained from the small base (--base) as by `divdec train --recipe full-retain` and `--recipe matched`."""
+    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
     grid: Literal["small", "paper", "paper-muse", "pretrained"] = "small"
     """Settings to try for each method: a few for models of a few million parameters ('small'), three for a pretrained
     model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's for TOFU ('paper')
@@ -217,8 +206,7 @@ class Trial:
     steering: str | None = None
     """The rule, for methods that steer with a pair."""
     constant: tuple[tuple[str, Any], ...] = ()
-    """Settings that differ from the method's defaults but do not vary; tables omit them. Of a rule, the options of its
-    pair's training; without them the pair is the benchmark's."""
+    """Settings that differ from the method's defaults but do not vary; tables omit them."""
 
     @property
     def settings(self) -> dict[str, Any]:
