@@ -34,7 +34,6 @@ from divdec_research.compare.table import (
     markdown,
     summarize,
     summary,
-    without_best,
 )
 from divdec_research.suites import tofu
 from divdec_research.suites.aggregate import Bootstrap
@@ -296,7 +295,7 @@ def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
     assert best_of([line("npo", "c", None, "it broke")])["npo"].setting == "c"
 
 
-def test_method_without_best_setting_is_marked(tmp_path):
+def test_table_lists_the_best_settings(tmp_path):
     def line(method, setting, agg, failed=None):
         values = {"agg": agg, "mem": agg, "priv": agg, "utility": agg}
         return TrialSummary(method, setting, values, {}, {0: {}}, None, failed)
@@ -308,11 +307,10 @@ def test_method_without_best_setting_is_marked(tmp_path):
         line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4),
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
-    assert without_best(lines) == {"target", "npo", "rmu"}
     results = BenchmarkResults(lines, best_of(lines), {}, 1.0, EMPTY)
     table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
-    assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
+    assert cells["NPO"] == cells["RMU"] == "lr 1"
     assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1.25", "", "lr 1")
     # The command prints the head of the file: all but the whole grid.
     printed = summary(results, CompareSettings(output="out"))

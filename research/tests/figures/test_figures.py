@@ -224,20 +224,6 @@ class TestOwnResults:
             [0.6, 0.8],
         ]
 
-    @pytest.mark.parametrize("values", [(0.0, 0.0), (0.5, 0.5)])
-    def test_method_without_best_setting_is_labelled(self, tmp_path, values):
-        comparison(tmp_path)
-        content = json.loads((tmp_path / "comparison.json").read_text())
-        npo = [line for line in content["grid"] if line["method"] == "npo"]
-        for line, value in zip(npo, values, strict=True):
-            line["values"]["agg"] = value
-        write_json(tmp_path / "comparison.json", content)
-        result = drawn("tofu-bars", tmp_path, variant="openunlearning")
-        labels = [label.get_text() for label in result.figure.axes[0].get_yticklabels()]
-        assert "NPO  (no setting is best)" in labels
-        assert "Linear DD  α = 1.5" in labels
-        assert f"NPO  (no setting is best) {values[0]:.2f}" in result.description
-
     def test_comparison_is_drawn_instead_of_single_seeds(self, tmp_path):
         """The best of many settings on one seed is no mean over seeds, and one seed's leaks are no separate line."""
         comparison(tmp_path)

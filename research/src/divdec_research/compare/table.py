@@ -12,10 +12,10 @@ import numpy as np
 
 from divdec.evaluation.results import Results
 from divdec.runs import write_json, write_text
-from divdec_research.baselines.table import REFERENCES, TITLES, Kind, kind_of
+from divdec_research.baselines.table import TITLES, Kind, kind_of
 from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import ComparisonSuite
-from divdec_research.report.scores import MEASURES, Measure, best_index
+from divdec_research.report.scores import MEASURES, Measure
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
@@ -175,17 +175,6 @@ def best_of(trials: Sequence[TrialSummary], goal: str | None = None) -> dict[str
     return best
 
 
-def without_best(trials: Sequence[TrialSummary]) -> set[str]:
-    """Methods with no single best setting: several share the best score, or none is above 0 where higher is better."""
-    ties = set()
-    for method, best in best_of(trials).items():
-        goal = MEASURES[best.goal]
-        values = [None if trial.failed else trial.values.get(best.goal) for trial in trials if trial.method == method]
-        if not best.failed and best_index(values, goal.better, goal.digits) is None:
-            ties.add(method)
-    return ties
-
-
 def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
     """Write `comparison.json` and `table.md`."""
     output = Path(settings.output).expanduser()
@@ -193,7 +182,6 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
     content = {
         "best": [dataclasses.asdict(trial) for trial in results.best.values()],
         "held_out": [dataclasses.asdict(trial) for trial in results.held_out.values()],
-        "without_best": sorted(without_best(results.trials)),
         "grid": [dataclasses.asdict(trial) for trial in results.trials],
         "leaks": {method: {str(k): value for k, value in shares.items()} for method, shares in results.leaks.items()},
         "best_by": {goal: [dataclasses.asdict(trial) for trial in of.values()] for goal, of in results.best_by.items()},
@@ -204,7 +192,7 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
 
 def summary(results: BenchmarkResults, settings: CompareSettings) -> str:
     """Format the best settings, their leaks and the notes in Markdown: the head of `table.md`."""
-    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results, costs=True)}"
+    text = f"{_lead(results, settings)}\n\n{_table(list(results.best.values()), results, costs=True)}"
     if results.best_by:
         shorts = [MEASURES[name].short for name in results.best_by]
         heads = ["Method", *(head for short in shorts for head in ("Setting", short))]
@@ -253,15 +241,6 @@ def _held_out(results: BenchmarkResults, method: str) -> tuple[str, str]:
     if (trial := results.held_out.get(method)) is None:
         return "–", "–"
     return trial.setting, trial.text(trial.goal)
-
-
-def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
-    """The best setting of each method. If several are best, the first one, with a mark."""
-    ties = without_best(results.trials) - set(REFERENCES)
-    return [
-        dataclasses.replace(trial, setting=f"{trial.setting} (no setting is best)".strip()) if method in ties else trial
-        for method, trial in results.best.items()
-    ]
 
 
 def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:

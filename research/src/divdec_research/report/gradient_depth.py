@@ -11,7 +11,6 @@ from divdec.options import read_template_kwargs
 from divdec.report.style import OTHERS, SERIES_STYLES, style, write_figure
 from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json
 from divdec_research.report.charts import Dot, Series, band_panels
-from divdec_research.report.scores import best_index
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
@@ -118,10 +117,8 @@ def depth_figure(rows: Sequence[Row], level: float) -> Figure:
 
 
 def peaks(rows: Sequence[Row]) -> dict[tuple[str, str], int]:
-    """Find the layer with the largest mean by set and part; a tie has none."""
-    groups = _by_set_and_part(rows)
-    best = {key: best_index([row["mean"] for row in group], "higher") for key, group in groups.items()}
-    return {key: groups[key][index]["layer"] for key, index in best.items() if index is not None}
+    """Find the layer with the largest mean by set and part."""
+    return {key: max(group, key=lambda row: row["mean"])["layer"] for key, group in _by_set_and_part(rows).items()}
 
 
 def depth_table(rows: Sequence[Row]) -> str:
