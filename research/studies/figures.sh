@@ -26,6 +26,6 @@ divdec results plot runs/compare-demo --figure leak --output docs/gallery/demo-l
 divdec results plot runs/compare-muse --figure muse-scatter --output docs/gallery/muse-small.svg
 cp runs/depth/depth.svg docs/gallery/depth.svg
 divdec results plot runs/students --figure distillation --output docs/gallery/distillation.svg
-divdec results plot runs/sequential-demo --figure sequential --output docs/gallery/sequential.svg
-divdec results plot runs/sequential-muse --figure sequential --output docs/gallery/sequential-muse.svg
+cp runs/sequential-demo/distance.svg docs/gallery/sequential.svg
+cp runs/sequential-muse/distance.svg docs/gallery/sequential-muse.svg
 cp runs/bench-compute/compute.svg docs/gallery/compute.svg

@@ -37,7 +37,7 @@ from divdec.errors import Diverged, Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.style import style, svg_text
+from divdec.report.style import style, write_figure
 from divdec.runs import ResultCache, RunFolder, cache_folder, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.distillation import distill
@@ -444,7 +444,8 @@ def run_sequential(
         write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, candidates, steps))
         with style("divdec-sequential"):
             figure = distance_figure([step.to_dict() for step in steps], sequence.score, bootstrap.level)
-            write_text(output / "distance.svg", svg_text(figure))
+            about = {"title": sequence.title, "description": sequence.score, "sources": ["result.json"]}
+            write_figure(output / "distance.svg", figure, **about)
         seconds = round(time.perf_counter() - started, 1)
         run.finish(title=sequence.title, seconds=seconds)
         for name in WORKING:

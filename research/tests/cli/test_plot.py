@@ -13,48 +13,38 @@ from divdec_research.figures.registry import FIGURES
 
 
 @pytest.fixture
-def sequential(tmp_path):
-    """A run as research/studies/sequential.py leaves it."""
-    steps = [
-        {
-            "protocol": protocol,
-            "method": "steered",
-            "step": step,
-            "distance": 2.0 * step,
-            "distance_interval": [0.0, 3.0 * step],
-        }
-        for protocol in ("sustainability", "scaling")
-        for step in (1, 2)
-    ]  # fmt: skip
+def compared(tmp_path):
+    """The leaks of a comparison."""
     run = tmp_path / "run"
     run.mkdir()
-    write_json(run / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
+    leaks = {"target": {"1": 0.5, "10": 0.9}, "linear": {"1": 0.0, "10": 0.1}}
+    write_json(run / "comparison.json", {"suite": "tofu", "leaks": leaks})
     return run
 
 
-def test_plot_command_writes_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
+def test_plot_command_writes_svg_and_png(compared, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["results", "plot", str(sequential), "--figure", "sequential"]) == 0
+    assert main(["results", "plot", str(compared), "--figure", "leak"]) == 0
     printed = capsys.readouterr()
-    assert printed.out == "sequential.svg (from 1 file)\n"
-    assert "sustainability, steered: 4.0" in printed.err
-    text = (tmp_path / "sequential.svg").read_text()
+    assert printed.out == "leak.svg (from 1 file)\n"
+    assert "at k = 10: Target 0.900, Linear DD 0.100" in printed.err
+    text = (tmp_path / "leak.svg").read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
-    assert "run/result.json" in text
+    assert "run/comparison.json" in text
     assert str(tmp_path) not in text
-    assert main(["results", "plot", str(sequential), "--figure=sequential", "--output=deep/one.png", "--json"]) == 0
+    assert main(["results", "plot", str(compared), "--figure=leak", "--output=deep/one.png", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["figure"], printed["output"], printed["sources"]) == (
-        "sequential", "deep/one.png", ["run/result.json"],
+        "leak", "deep/one.png", ["run/comparison.json"],
     )  # fmt: skip
     picture = Image.open(tmp_path / "deep" / "one.png")
-    assert picture.text["Source"] == "run/result.json"
+    assert picture.text["Source"] == "run/comparison.json"
     assert picture.text["Description"] == printed["description"]
     assert min(picture.size) > 500
 
 
-def test_plot_command_requires_overwrite(sequential, tmp_path, capsys):
-    arguments = ["results", "plot", str(sequential), "--figure", "sequential", "--output", str(tmp_path / "one.svg")]
+def test_plot_command_requires_overwrite(compared, tmp_path, capsys):
+    arguments = ["results", "plot", str(compared), "--figure", "leak", "--output", str(tmp_path / "one.svg")]
     assert main(arguments) == 0
     first = (tmp_path / "one.svg").read_bytes()
     capsys.readouterr()
@@ -108,12 +98,12 @@ class TestBadInput:
         assert says in error
         assert error.count("\n") == 1
 
-    def test_figures(self, sequential, capsys):
-        self.refused(capsys, sequential, "--figure", "pie", says="figure 'pie' is not known; there are: ")
-        self.refused(capsys, sequential, says="--figure is required; accepted: ")
+    def test_figures(self, compared, capsys):
+        self.refused(capsys, compared, "--figure", "pie", says="figure 'pie' is not known; there are: ")
+        self.refused(capsys, compared, says="--figure is required; accepted: ")
         self.refused(capsys, "--figure", "leak", says="required")
-        self.refused(capsys, sequential, "--figure", "sequential", "--variant", "best", says="variant")
-        self.refused(capsys, sequential, "--figure", "tofu-bars", says="holds no results")
+        self.refused(capsys, compared, "--figure", "leak", "--variant", "best", says="variant")
+        self.refused(capsys, compared, "--figure", "tofu-bars", says="is not a comparison")
 
     def test_runs(self, tmp_path, capsys):
         empty = tmp_path / "empty"
@@ -127,11 +117,11 @@ class TestBadInput:
         )
         assert not (tmp_path / "x.svg").exists()
 
-    def test_outputs(self, sequential, tmp_path, capsys):
-        arguments = (sequential, "--figure", "sequential", "--output")
+    def test_outputs(self, compared, tmp_path, capsys):
+        arguments = (compared, "--figure", "leak", "--output")
         self.refused(capsys, *arguments, tmp_path / "one.pdf", says="accepted: .svg and .png")
         self.refused(capsys, *arguments, tmp_path / "one", says="ends in nothing")
-        self.refused(capsys, *arguments, sequential / "result.json" / "one.svg", says="is a file")
+        self.refused(capsys, *arguments, compared / "comparison.json" / "one.svg", says="is a file")
         (tmp_path / "folder.svg").mkdir()
         self.refused(capsys, *arguments, tmp_path / "folder.svg", says="is a folder")
 

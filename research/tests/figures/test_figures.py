@@ -323,31 +323,6 @@ class TestOwnResults:
             with pytest.raises(UsageError, match="it needs"):
                 drawn(name, tmp_path, **references)
 
-    def test_results_without_steps_raise(self, tmp_path):
-        write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": []})
-        with pytest.raises(UsageError, match=r"it needs the result\.json"):
-            drawn("sequential", tmp_path)
-
-    def test_sequential(self, tmp_path):
-        steps = [
-            {"protocol": protocol, "method": method, "step": step, "distance": 2.0 * step - 2,
-             "distance_interval": [0.0, 3.0 * step]}
-            for protocol in ("sustainability", "scaling") for method in ("steered", "distilled") for step in (1, 2, 3)
-        ]  # fmt: skip
-        write_json(tmp_path / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
-        sustainability, scaling = drawn("sequential", tmp_path).figure.axes
-        assert lines(scaling)["distilled"].tolist() == [[1, 0], [2, 2], [3, 4]]
-        assert "lower is better" in sustainability.get_ylabel()
-
-    def test_sequential_of_evaluations(self, tmp_path):
-        for step in (1, 2, 3):
-            figures = {"forget_knowmem_ROUGE": 0.3 + 0.03 * (step - 1), "retain_knowmem_ROUGE": 0.5 + 0.04 * (step - 1)}
-            folder = tmp_path / "npo" / str(step)
-            folder.mkdir(parents=True)
-            write_results(Results(str(step), "muse", figures, about={"sequence": "sust", "step": step}), folder)
-        (axes,) = drawn("sequential", tmp_path).figure.axes
-        assert lines(axes)["npo"] == pytest.approx(np.array([[1, 0], [2, 5], [3, 10]]))
-
 
 def comparison(folder):
     """What `divdec compare` writes, of a few settings."""

@@ -1,4 +1,4 @@
-"""Figures of single runs: leaks, distillation, sequential requests."""
+"""Figures of single runs: leaks, distillation; and of sequential requests, for research/studies/sequential.py."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from divdec_research.figures.registry import FigureRequest, FigureResult, Source
 from divdec_research.figures.results import COMPARISON, load_results
 from divdec_research.report.charts import Dot, LeakCurve, Series, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
-from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM
-from divdec_research.suites.results import FILES, identify, read_results
+from divdec_research.suites.aggregate import DISTANCES
+from divdec_research.suites.results import read_results
 
-STEPS, PUBLISHED_LEAKS = "result.json", "rebel_cache.json"
-PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
+PUBLISHED_LEAKS = "rebel_cache.json"
 SEQUENCE_STYLES = {
     "steered": SERIES_STYLES[0],
     "steered, forget-retain": SERIES_STYLES[4],
@@ -115,34 +114,6 @@ def distillation(request: FigureRequest) -> FigureResult:
     figure.suptitle(f"{title} and {label.partition(' ')[0]}" if option else title, fontsize=11.5)
     sources = tuple(dict.fromkeys(student.source.name for student in students))
     return FigureResult(figure, title, f"{len(students)} students; {', '.join(names.values())}.", sources)
-
-
-@register(
-    "sequential",
-    shows="sustainability and scaling: distance from the first step",
-    needs="research/studies/sequential.py, or divdec eval muse of scal and sust",
-)
-def sequential(request: FigureRequest) -> FigureResult:
-    """Draw the distance from a method's first step, over requests or growing forget sets (paper, figure scal_sust)."""
-    for source in find_files(request.runs, STEPS):
-        content = read_json(source.path)
-        if isinstance(content, dict) and isinstance(content.get("steps"), list) and content["steps"]:
-            steps, sources = content["steps"], (source.name,)
-            score, level = str(content["score"]), float(content["level"])
-            break
-    else:
-        steps, sources = _evaluated_steps(request)
-        score, level = "knowmem ROUGE-L", None
-    if not steps:
-        needs = f"the {STEPS} of research/studies/sequential.py, or MUSE's results of two steps of scal or sust"
-        raise missing_data(request.runs, "sequential", needs)
-    figure = distance_figure(steps, score, level)
-    title = "Requests one after the other, and growing forget sets"
-    figure.suptitle(title, fontsize=11.5)
-    last = {f"{step['protocol']}, {step['method']}": step["distance"] for step in steps}
-    listed = "; ".join(f"{name}: {distance:.1f}" for name, distance in last.items())
-    text = f"Distance from the first step in points, at the last step: {listed}."
-    return FigureResult(figure, title, text, sources)
 
 
 @register(
@@ -312,28 +283,6 @@ def _second_option(students: Sequence[Student]) -> str:
     if TEMPERATURE in varied or (not varied and TEMPERATURE in values):
         return TEMPERATURE
     return next(iter(varied), "")
-
-
-def _evaluated_steps(request: FigureRequest) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Steps from results of MUSE that state their step of a sequence; without intervals."""
-    sequences: dict[tuple[str, str], dict[int, Mapping[str, float | None]]] = {}
-    sources = []
-    for source in find_files(request.runs, *FILES):
-        results = read_results(source.path.parent)
-        identity = identify(results, source.path.parent)
-        if identity.rule in PROTOCOLS and identity.strength is not None:
-            sequences.setdefault((identity.rule, identity.family), {})[int(identity.strength)] = results.figures
-            sources.append(source.name)
-    steps = []
-    for (rule, family), figures in sequences.items():
-        first = figures[min(figures)]
-        for step in sorted(figures) if len(figures) > 1 else ():
-            pairs = [(figures[step].get(name), first.get(name)) for name in (FORGET_KNOWMEM, RETAIN_KNOWMEM)]
-            if not any(None in pair for pair in pairs):
-                distance = sum((100 * ((now or 0.0) - (before or 0.0))) ** 2 for now, before in pairs) ** 0.5
-                about = {"protocol": PROTOCOLS[rule], "method": family, "step": step}
-                steps.append({**about, "distance": distance, "distance_interval": (distance, distance)})
-    return steps, tuple(dict.fromkeys(sources))
 
 
 def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:
