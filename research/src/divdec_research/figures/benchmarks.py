@@ -28,7 +28,6 @@ from divdec_research.report.charts import (
     error_bars,
     log_ticks,
     scatter,
-    write_labels,
 )
 from divdec_research.report.scores import ATTACK_NAMES, MEASURES
 from divdec_research.suites.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM
@@ -75,7 +74,7 @@ def tofu_scatter(request: FigureRequest) -> FigureResult:
     )
     title = "TOFU: what is kept over what is forgotten"
     plot = Plot(MEASURES["mem"].axis, MEASURES["utility"].axis, _scatter_series(shown, "mem", "utility"), title=title)
-    text = f"Utility over Mem of {len(shown)} results; numbers beside points are α and k."
+    text = f"Utility over Mem of {len(shown)} results; numbers beside points are the ends of α and k."
     return FigureResult(_scatter_figure([plot], (7.2, 4.8)), title, text, source_names(shown))
 
 
@@ -109,7 +108,7 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
     figure = _scatter_figure(plots, (4.9 * len(plots) + 0.6, 5.2), title)
     text = (
         f"Retain knowmem over {' and '.join(names)} of {len(set(map(id, shown)))} results; numbers beside points are "
-        "α and k."
+        "the ends of α and k."
     )
     return FigureResult(figure, title, text, source_names(shown))
 
@@ -317,13 +316,11 @@ def _scatter_figure(plots: Sequence[Plot], size: tuple[float, float], title: str
     figure.legend(
         handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7
     )  # fmt: skip
-    for axes, plot in zip(grid, plots, strict=True):
-        write_labels(axes, plot.series)
     return figure
 
 
 def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Series, ...]:
-    """Series of a scatter; other methods come first, so that their names find room before the numbers of a sweep."""
+    """Series of a scatter; of a sweep the weakest and the strongest setting have a label."""
     order = ("other", "reference", "ours")
     groups: dict[str, list[MethodResult]] = {}
     for result in sorted(results, key=lambda result: (order.index(result.kind), result.title, result.strength or 0.0)):
@@ -342,10 +339,10 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
         dots = tuple(
             Dot(
                 result.values[x] or 0.0, result.values[y] or 0.0, result.intervals.get(x), result.intervals.get(y),
-                f"{result.strength:g}" if result.strength is not None
-                else result.title if result.kind != "reference" else "",
+                "" if result.kind == "reference" or (result.rule and 0 < index < len(members) - 1)
+                else result.title if result.strength is None else f"{result.strength:g}",
             )
-            for result in members
+            for index, result in enumerate(members)
         )  # fmt: skip
         series.append(Series(name, series_style, dots, joined=members[0].strength is not None))
     return tuple(series)

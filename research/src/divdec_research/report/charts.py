@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from divdec_research.baselines.table import Kind as MethodKind
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
 Interval = tuple[float, float]
 
@@ -38,11 +36,6 @@ class Series:
     dots: tuple[Dot, ...]
     joined: bool = True
     """Whether a line joins them in a scatter."""
-
-    @property
-    def segments(self) -> list[tuple[Dot, Dot]]:
-        """The segments of that line."""
-        return list(itertools.pairwise(self.dots)) if self.joined else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +70,7 @@ class LeakCurve:
 
 
 def scatter(axes: Axes, plot: Plot) -> None:
-    """Draw points with error bars; `write_labels` adds labels after the layout is final."""
+    """Draw points with error bars and their labels."""
     for series in plot.series:
         series_style = series.style
         for dot in series.dots:
@@ -85,10 +78,14 @@ def scatter(axes: Axes, plot: Plot) -> None:
                 dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
                 fmt="none", ecolor=series_style.colour, elinewidth=1, alpha=0.55, zorder=2,
             )  # fmt: skip
+            axes.annotate(
+                dot.label, (dot.x, dot.y), xytext=(0, 6), textcoords="offset points", fontsize=8.5,
+                color=series_style.colour, ha="center", in_layout=False, zorder=6,
+            )  # fmt: skip
         draw_line(
             axes, [dot.x for dot in series.dots], [dot.y for dot in series.dots], series_style, label=series.name,
             markersize=series_style.size, edge=0.7, linewidth=1,
-            linestyle=series_style.dash if series.segments else "none",
+            linestyle=series_style.dash if series.joined else "none",
             zorder=3 if series_style in (TARGET, RETRAIN) else 4,
         )  # fmt: skip
     write_titles(axes, plot)
@@ -219,56 +216,3 @@ def log_ticks(axes: Axes, values: Sequence[float]) -> None:
     axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def write_labels(axes: Axes, series: Sequence[Series]) -> None:
-    """Write each point's label beside it if it hides no point and no other label; otherwise omit the label.
-
-    The axes have their final limits and size, and `scatter` has drawn the series.
-    """
-    from matplotlib.transforms import Bbox
-
-    figure: Any = axes.get_figure(root=True)
-    figure.draw_without_rendering()
-    unit = figure.dpi / 72
-    occupied_boxes: list[Bbox] = []
-
-    def cover(start: tuple[float, float], end: tuple[float, float], half: float) -> None:
-        """Cover a line in data coordinates with boxes in pixels."""
-        (x0, y0), (x1, y1) = axes.transData.transform([start, end])
-        steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (2 * half)) + 1
-        for step in range(steps + 1):
-            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
-            occupied_boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
-
-    for data_series in series:
-        for dot in data_series.dots:
-            cover((dot.x, dot.y), (dot.x, dot.y), (data_series.style.size / 2 + 1) * unit)
-            if dot.x_interval:
-                cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
-            if dot.y_interval:
-                cover((dot.x, dot.y_interval[0]), (dot.x, dot.y_interval[1]), unit)
-        for start, end in data_series.segments:
-            cover((start.x, start.y), (end.x, end.y), unit)
-    frame = axes.get_window_extent()
-    near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
-    far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
-    labelled = [(data_series, dot) for data_series in series for dot in data_series.dots if dot.label]
-    for data_series, dot in labelled:
-        text: Text = axes.annotate(
-            dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
-            color=data_series.style.colour, ha="center", in_layout=False, zorder=6,
-        )  # fmt: skip
-        # Positions are computed from one layout of the text; a layout for each position is slow.
-        centred = text.get_window_extent()
-        for right, up in (*near, *far):
-            side = (right > 0) - (right < 0)
-            box = centred.translated(right * unit + side * centred.width / 2, up * unit)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not box.count_overlaps(occupied_boxes):
-                occupied_boxes.append(box)
-                text.set_position((right, up))
-                text.set_horizontalalignment(("center", "left", "right")[side])
-                break
-        else:
-            text.remove()
