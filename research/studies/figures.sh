@@ -6,8 +6,6 @@ PAPER=$1
 
 divdec results plot "$PAPER"/tofu/{baselines,dd_linear,dd_rank,gradient,eco,guard,lunar,offset,uld,whp} --variant dd-paper \
   --figure tofu-bars --output docs/gallery/tofu-bars.svg
-divdec results plot "$PAPER"/tofu/{baselines,dd_linear,dd_rank,gradient,eco,guard,lunar,offset,uld,whp} --variant dd-paper \
-  --figure tofu-scatter --output docs/gallery/tofu-scatter.svg
 divdec results plot "$PAPER"/muse --figure muse-scatter --output docs/gallery/muse-scatter.svg
 divdec results plot "$PAPER"/{tofu,muse}/{baselines,dd_linear,dd_rank} --variant dd-paper --figure strength \
   --output docs/gallery/strength.svg

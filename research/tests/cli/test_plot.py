@@ -99,8 +99,8 @@ class TestBadInput:
         assert error.count("\n") == 1
 
     def test_figures(self, compared, capsys):
-        self.refused(capsys, compared, "--figure", "pie", says="figure 'pie' is not known; there are: ")
-        self.refused(capsys, compared, says="--figure is required; accepted: ")
+        self.refused(capsys, compared, "--figure", "pie", says="--figure is 'pie'; accepted: ")
+        self.refused(capsys, compared, says="--figure is None; accepted: ")
         self.refused(capsys, "--figure", "leak", says="required")
         self.refused(capsys, compared, "--figure", "leak", "--variant", "best", says="variant")
         self.refused(capsys, compared, "--figure", "tofu-bars", says="is not a comparison")

@@ -161,7 +161,7 @@ def plot(
     """
     from divdec.report.style import check_format
     from divdec_research.figures import benchmarks, runs  # noqa: F401  # they register their figures
-    from divdec_research.figures.registry import FIGURES, FigureRequest, find_figure
+    from divdec_research.figures.registry import FIGURES, FigureRequest
 
     if list_figures:
         if printing.json:
@@ -171,9 +171,8 @@ def plot(
         return
     if not results:
         raise UsageError("results is required: folders to draw from (--list-figures shows which)")
-    if figure is None:
-        raise UsageError(f"--figure is required; accepted: {', '.join(FIGURES)}")
-    spec = find_figure(figure)
+    if figure is None or figure not in FIGURES:
+        raise UsageError(f"--figure is {figure!r}; accepted: {', '.join(FIGURES)}")
     file = Path(output or f"{figure}.svg").expanduser()
     check_format(file)
     check_output_file(file, overwriting.overwrite)
@@ -181,7 +180,7 @@ def plot(
     from divdec.report.style import style, write_figure
 
     with style(f"divdec-{figure}"):
-        drawn = spec.draw(FigureRequest(results, target, retrain, scoring))
+        drawn = FIGURES[figure].draw(FigureRequest(results, target, retrain, scoring))
         file.parent.mkdir(parents=True, exist_ok=True)
         write_figure(file, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
     if printing.json:

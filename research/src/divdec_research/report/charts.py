@@ -39,16 +39,6 @@ class Series:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plot:
-    """Content of a scatter."""
-
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    title: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Bar:
     """A method's score."""
 
@@ -69,11 +59,11 @@ class LeakCurve:
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
 
 
-def scatter(axes: Axes, plot: Plot) -> None:
+def scatter(axes: Axes, series: Sequence[Series]) -> None:
     """Draw points with error bars and their labels."""
-    for series in plot.series:
-        series_style = series.style
-        for dot in series.dots:
+    for data in series:
+        series_style = data.style
+        for dot in data.dots:
             axes.errorbar(
                 dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
                 fmt="none", ecolor=series_style.colour, elinewidth=1, alpha=0.55, zorder=2,
@@ -83,12 +73,11 @@ def scatter(axes: Axes, plot: Plot) -> None:
                 color=series_style.colour, ha="center", in_layout=False, zorder=6,
             )  # fmt: skip
         draw_line(
-            axes, [dot.x for dot in series.dots], [dot.y for dot in series.dots], series_style, label=series.name,
+            axes, [dot.x for dot in data.dots], [dot.y for dot in data.dots], series_style, label=data.name,
             markersize=series_style.size, edge=0.7, linewidth=1,
-            linestyle=series_style.dash if series.joined else "none",
+            linestyle=series_style.dash if data.joined else "none",
             zorder=3 if series_style in (TARGET, RETRAIN) else 4,
         )  # fmt: skip
-    write_titles(axes, plot)
     axes.margins(0.1)
     axes.locator_params(nbins=6)
     axes.grid(True)
@@ -187,13 +176,6 @@ def draw_band(
     if ends:
         xs, low, high = zip(*ends, strict=True)
         axes.fill_between(xs, low, high, color=series_style.colour, linewidth=0, **options)
-
-
-def write_titles(axes: Axes, plot: Plot) -> None:
-    """Write title and axis labels."""
-    axes.set_xlabel(plot.x_label, fontsize=9.5)
-    axes.set_ylabel(plot.y_label, fontsize=9.5)
-    axes.set_title(plot.title)
 
 
 def error_bars(value: float, interval: Interval | None) -> list[list[float]] | None:
