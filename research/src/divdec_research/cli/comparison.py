@@ -97,7 +97,7 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
         print((output / JSON).read_text(encoding="utf-8"))
         return
     print(summary(result, settings))
-    print(f"{result.seconds:.0f} s. The whole grid: {output / TABLE}\nFigures: divdec results report {output}")
+    print(f"{result.seconds:.0f} s. The whole grid: {output / TABLE}\nFigures: divdec results plot {output} --figure …")
 
 
 bench = App(name="bench", help="Measure the compute of steering on this machine.")

@@ -32,8 +32,6 @@ class MethodResult(Identity):
     """Name in the paper's tables."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a value is missing."""
-    remarks: Sequence[str] = ()
-    """Why aggregates or intervals are missing, and remarks on values."""
     seeds: int = 1
     """Number of seeds of which the values are means."""
 
@@ -153,7 +151,7 @@ def _score(
         scored_results.append(
             MethodResult(
                 **vars(identity), values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
-                title=title, reasons=scored.aggregates.reasons, remarks=scored.remarks,
+                title=title, reasons=scored.aggregates.reasons,
             )
         )  # fmt: skip
     return scored_results
@@ -178,7 +176,6 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
             MethodResult(
                 method, setting.replace("_", " "), rule=rule, strength=strength,
                 values=row["values"], intervals=intervals, source=source, suite=suite,
-                remarks=(f"means over seeds, with their intervals, from {source.name}",),
                 seeds=len(row.get("seeds", ())),
             )
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,15 +152,6 @@ class ScoredResult:
     def has(self, name: str) -> bool:
         """Whether there is a value of this name."""
         return self.values.get(name) is not None
-
-
-def group_remarks(results: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return the remarks on results by name, each with the names of its results."""
-    names: dict[str, list[str]] = {}
-    for name, remarks in results:
-        for line in remarks:
-            names.setdefault(line, []).append(name)
-    return names
 
 
 @dataclasses.dataclass(frozen=True)
