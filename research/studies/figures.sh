@@ -23,7 +23,6 @@ divdec results plot runs/compare-demo --figure strength --output docs/gallery/de
 divdec results plot runs/compare-demo --figure leak --output docs/gallery/demo-leak.svg
 divdec results plot runs/compare-muse --figure muse-scatter --output docs/gallery/muse-small.svg
 cp runs/depth/depth.svg docs/gallery/depth.svg
-divdec results plot runs/students --figure distillation --output docs/gallery/distillation.svg
 cp runs/sequential-demo/distance.svg docs/gallery/sequential.svg
 cp runs/sequential-muse/distance.svg docs/gallery/sequential-muse.svg
 cp runs/bench-compute/compute.svg docs/gallery/compute.svg

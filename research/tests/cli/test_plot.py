@@ -65,30 +65,6 @@ def test_list(capsys):
     assert main(["results", "plot", "--list-figures", "--json"]) == 2
 
 
-@pytest.mark.slow
-def test_figures_from_small_runs(bundle, world, tmp_path, capsys):
-    """Four students of `divdec distill`, measured here on tiny models, as a figure."""
-    for name, questions in (("forget", world.forget[:6]), ("retain", world.retain[:6])):
-        rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in questions]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    sets = [f"--forget={tmp_path / 'forget.jsonl'}", f"--retain={tmp_path / 'retain.jsonl'}"]
-    for lr in ("1e-4", "1e-3"):
-        for temperature in ("1", "2"):
-            output = f"--output={tmp_path / 'students' / f'{lr}-{temperature}'}"
-            options = [f"--lr={lr}", f"--temperature={temperature}", "--epochs=1"]
-            assert main(["distill", str(bundle), *sets, *options, output]) in (0, 3)  # 3: not near enough its teacher
-    capsys.readouterr()
-    output = tmp_path / "distillation.svg"
-    options = ["--figure", "distillation", "--output", str(output), "--json"]
-    assert main(["results", "plot", str(tmp_path / "students"), *options]) == 0
-    assert len(json.loads(capsys.readouterr().out)["sources"]) == 4
-    text = output.read_text()
-    assert all(words in text for words in ("learning rate", "temperature T", "lower is better", "0.001"))
-    # Numbers of the picture are those of the runs.
-    after = json.loads((tmp_path / "students" / "1e-3-2" / "run.json").read_text())["after"]
-    assert f"{after['forget']['kl']:.2f}" in text
-
-
 class TestBadInput:
     """One line that names what was wrong, exit code 2."""
 

@@ -237,7 +237,7 @@ class TestOwnResults:
 
     def test_distillation_figure_marks_settings_above_best_baseline(self, tmp_path):
         comparison(tmp_path)
-        result = drawn("distillation", tmp_path)
+        result = drawn("distillation", tmp_path, variant="openunlearning")
         axes = result.figure.axes[0]
         assert [text.get_text() for text in axes.texts] == ["0.30", "0.62", "0.55", "0.45"]
         assert sum(type(patch).__name__ == "Rectangle" for patch in axes.patches) == 2
@@ -247,7 +247,7 @@ class TestOwnResults:
         content["grid"].append(content["grid"][-1])
         write_json(tmp_path / "comparison.json", content)
         with pytest.raises(UsageError, match="several students have one lr and temperature"):
-            drawn("distillation", tmp_path)
+            drawn("distillation", tmp_path, variant="openunlearning")
 
     def test_published_students_are_drawn_by_the_names_of_their_folders(self, oracle, tmp_path):
         of = {"lr-1e-05-epoch-10-temp-0.5": "dd1_01", "lr-2e-05-epoch-10-temp-0.5": "retain01", "npo_4e-6": "dd1_01"}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY
 from divdec.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
-from divdec.runs import RECORD, read_json
+from divdec.runs import read_json
 from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results
@@ -33,7 +33,6 @@ SEQUENCE_STYLES = {
 }
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
 PUBLISHED_STUDENT = re.compile(r"lr-(?P<lr>.+)-epoch-(?P<epochs>[\d.]+)-temp-(?P<temperature>[\d.]+)$")
-SUMMARIES = "TOFU_SUMMARY.json", "MUSE_SUMMARY.json"
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"
 OPTION_LABELS = {TEMPERATURE: "temperature T", "rehearse": "rehearsed examples of the retain set"}
@@ -61,33 +60,21 @@ class Tile:
 @register(
     "distillation",
     shows="heat map of distillation over learning rate and temperature",
-    needs="divdec compare with the method distill, several runs of divdec distill, or the paper's summaries",
+    needs="divdec compare with the method distill, or the paper's summaries",
 )
 def distillation(request: FigureRequest) -> FigureResult:
-    """Draw Agg of each student of a comparison (paper, figure distill_tofu), or each run's distance from its teacher.
+    """Draw Agg of each student, or on MUSE the distances from the retrained model (paper, figure distill_tofu).
 
-    Of the paper's summaries: Agg on TOFU, the distances from the retrained model on MUSE. Students with a higher Agg
-    than every other method in the data have a frame.
+    Students with a higher Agg than every other method in the data have a frame.
     """
-    students, other_method = _compared_students(request)
-    names = {"agg": f"Agg, 0 to 1 ({MEASURES['agg'].better} is better)"}
-    if not students:
-        students, other_method = _published_students(request)
-        if students and "agg" not in students[0].values:
-            names = {name: MEASURES[name].axis for name in students[0].values}
-    if not students:
-        students = _distilled_students(request)
-        names = {
-            role: f"{role} set: KL(teacher ‖ student),\nnats a token (lower is better)"
-            for role in ("forget", "retain")
-            if any(role in student.values for student in students)
-        }
+    students, other_method = _students(request)
     if not students:
         needs = (
-            f"a {COMPARISON} with the method distill, the folders of several runs of `divdec distill`, or the paper's "
-            "folders with target and retrained model (--target, --retrain)"
+            f"a {COMPARISON} with the method distill, or the paper's folders with target and retrained model "
+            "(--target, --retrain)"
         )
         raise missing_data(request.runs, "distillation", needs)
+    names = {name: MEASURES[name].axis for name in students[0].values}
     option = _second_option(students)
     label = OPTION_LABELS.get(option, option.replace("_", " "))
     figure = Figure(figsize=(5.0 * len(names) + 0.4, 4.2), layout="constrained")
@@ -227,49 +214,21 @@ def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float
     return figure
 
 
-def _compared_students(request: FigureRequest) -> tuple[list[Student], float | None]:
-    """The students of a comparison, and the best Agg of its other methods."""
+def _students(request: FigureRequest) -> tuple[list[Student], float | None]:
+    """The students in the runs, and the best Agg of the other methods."""
     students, others = [], []
-    for source in find_files(request.runs, COMPARISON):
-        content = read_json(source.path)
-        for row in content.get("grid") or [] if isinstance(content, dict) else []:
-            agg = row["values"].get("agg")
-            options = {name: float(value) for name, value in OPTION.findall(row["setting"])}
-            if agg is not None and row["method"] == "distill" and LR in options:
-                students.append(Student(options, {"agg": agg}, source))
-            elif agg is not None and row["method"] not in (*DIVDEC, *REFERENCES):
-                others.append(agg)
-    return students, max(others, default=None)
-
-
-def _published_students(request: FigureRequest) -> tuple[list[Student], float | None]:
-    """The paper's students, whose folders are named after their options, and the best Agg of the other methods."""
-    students, others = [], []
-    for results in load_results(request, "distillation").values() if find_files(request.runs, *SUMMARIES) else ():
+    for results in load_results(request, "distillation").values():
         for result in results:
             named, agg = PUBLISHED_STUDENT.search(result.source.path.parent.name), result.values.get("agg")
+            text = named.groupdict() if named else dict(OPTION.findall(result.setting))
             values = {"agg": agg} if agg is not None else {name: result.values.get(name) for name in DISTANCES}
             known = {name: value for name, value in values.items() if value is not None}
-            if named and len(known) == len(values):
-                options = {name: float(value) for name, value in named.groupdict().items()}
+            if LR in text and (named or result.method == "distill") and len(known) == len(values):
+                options = {name: float(value) for name, value in text.items()}
                 students.append(Student(options, known, result.source))
             elif agg is not None and result.method not in (*DIVDEC, *REFERENCES):
                 others.append(agg)
     return students, max(others, default=None)
-
-
-def _distilled_students(request: FigureRequest) -> list[Student]:
-    students = []
-    for source in find_files(request.runs, RECORD):
-        content = read_json(source.path)
-        if not isinstance(content, dict) or content.get("verb") != "distill" or content.get("status") != "finished":
-            continue
-        settings, after = content["settings"], content["after"]
-        values = {role: float(after[role]["kl"]) for role in ("forget", "retain") if after.get(role)}
-        options = {name: float(settings[name]) for name in (TEMPERATURE, "rehearse", "epochs")}
-        options[LR] = float(settings["learning_rate"])
-        students.append(Student(options, values, source))
-    return students
 
 
 def _second_option(students: Sequence[Student]) -> str:
