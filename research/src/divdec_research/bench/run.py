@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERB, RESULTS = "bench compute", "results.jsonl"
-WITHOUT = "_without_embeddings"
-SPARE = 1.1  # factor for activations and the allocator
 # Targets, auxiliaries and vocabularies that are measured by default.
 ON_CPU = (
     ("chinchilla-140M", "chinchilla-306M", "chinchilla-489M"), ("chinchilla-44M", "chinchilla-106M"), (2**15, 2**17),
@@ -65,14 +62,6 @@ class BenchDevice:
         device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         return cls(device, getattr(torch, dtype), name)
 
-    @property
-    def free_bytes(self) -> int:
-        """Free memory."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info(self.device)[0]
-        return psutil.virtual_memory().available
-
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
@@ -89,16 +78,6 @@ class Combination:
         shapes = [dataclasses.asdict(self.target), dataclasses.asdict(self.auxiliary), self.vocabulary]
         options = [settings.batch, settings.prompt, settings.tokens, settings.rounds, settings.seed]
         return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__])
-
-    def misfit(self, settings: BenchSettings, device: BenchDevice) -> str | None:
-        """Why weights and caches of the three models do not fit into memory, or None."""
-        width, context = device.dtype.itemsize, settings.prompt + settings.tokens
-        weights = (self.N.parameters + 2 * self.n.parameters) * width
-        caches = self.N.cache_bytes(context, width) + 2 * self.n.cache_bytes(context, width)
-        needed, free = SPARE * (weights + settings.batch * caches), device.free_bytes
-        if needed <= free:
-            return None
-        return f"needs {needed / 1e9:.3g} GB, and {device.name} has {free / 1e9:.3g} GB free"
 
     def create(self, settings: BenchSettings, device: BenchDevice) -> dict[str, PreTrainedModel]:
         """Create P, p and q with random weights; those of p and q differ.
@@ -124,8 +103,6 @@ class Combination:
             "vocabulary": self.vocabulary,
             "N": self.N.parameters,
             "n": self.n.parameters,
-            "N_without_embeddings": int(self.N.count(embeddings=False)),
-            "n_without_embeddings": int(self.n.count(embeddings=False)),
             "device": device.name,
             "dtype": str(device.dtype).removeprefix("torch."),
             "batch": settings.batch,
@@ -181,17 +158,13 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
         report(f"{len(wanted)} combinations on {device.name}, {len(wanted) - len(missing)} of them measured before")
         for key in tqdm(missing, desc=VERB, unit="combination", dynamic_ncols=True):
             case = wanted[key]
-            about, reason = case.about(device, settings), case.misfit(settings, device)
-            if reason is None:
-                try:
-                    times = time_passes(case.create(settings, device), case.vocabulary, settings)
-                    results.add({"key": key, **about, **compute_figures(times, about)})
-                except torch.OutOfMemoryError as error:
-                    reason = f"did not fit: {first_line(error)}"
-                else:
-                    continue
-            left_out.append({**about, "why": reason})
-            report(f"left out: {case.target.name} with {case.auxiliary.name}, {case.vocabulary} tokens: {reason}")
+            about = case.about(device, settings)
+            try:
+                times = time_passes(case.create(settings, device), case.vocabulary, settings)
+                results.add({"key": key, **about, **compute_figures(times, about)})
+            except torch.OutOfMemoryError as error:
+                left_out.append({**about, "why": first_line(error)})
+                report(f"left out: {case.target.name} with {case.auxiliary.name} does not fit ({first_line(error)})")
         rows = [results.items[key] for key in wanted if key in results]
         if rows:
             write_compute(output, rows, device.name)
@@ -249,8 +222,8 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of a row.
 
     Returns:
-        seconds (medians by pass and model), ratio (by pass, the median over rounds), theory and
-        theory_without_embeddings (1 + 2n/N), and deviation (by pass, ratio over theory, minus one).
+        seconds (medians by pass and model), ratio (by pass, the median over rounds), theory (1 + 2n/N), and deviation
+        (by pass, ratio over theory, minus one).
     """
     ratio = {
         name: statistics.median(
@@ -258,14 +231,13 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
         )
         for name, seconds in times.items()
     }
-    theory, without = (1 + 2 * float(sizes[f"n{what}"]) / float(sizes[f"N{what}"]) for what in ("", WITHOUT))
+    theory = 1 + 2 * sizes["n"] / sizes["N"]
     return {
         "seconds": {
             name: {model: statistics.median(seconds) for model, seconds in by.items()} for name, by in times.items()
         },
         "ratio": ratio,
         "theory": theory,
-        "theory_without_embeddings": without,
         "deviation": {name: value / theory - 1 for name, value in ratio.items()},
     }
 

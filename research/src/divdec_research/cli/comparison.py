@@ -122,9 +122,5 @@ def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing
     if result["rows"]:
         print(compute_table(result["rows"]))
     for name, numbers in result["summary"].items():
-        if isinstance(numbers, dict):
-            print(
-                f"{name.replace('_', ' ')}: off by {numbers['median_size']:.1%} in the median, at most "
-                f"{numbers['largest_size']:.1%}"
-            )
+        print(f"{name}: off by {numbers['median_size']:.1%} in the median, at most {numbers['largest_size']:.1%}")
     print(f"results: {Path(settings.output).expanduser()}")
