@@ -66,13 +66,12 @@ def run_gradient_depth(
         report(f"{name} set: {records.label}, {len(examples[name])} examples")
     rows = gradient_depth(
         model, tokenizer, examples, temperature=settings.temperature, direction=settings.direction,
-        batch_size=settings.batch_size, bootstrap=bootstrap, title="gradients",
+        bootstrap=bootstrap, title="gradients",
     )  # fmt: skip
     about = {
         "steering": str(model.steering),
         "temperature": settings.temperature,
         "direction": settings.direction,
-        "batch_size": settings.batch_size,
         "level": bootstrap.level,
         "draws": bootstrap.draws,
         "sets": {name: records.label for name, records in sets.items()},
