@@ -28,6 +28,7 @@ from divdec_research.report.charts import (
     error_bars,
     log_ticks,
     scatter,
+    write_labels,
 )
 from divdec_research.report.scores import ATTACK_NAMES, MEASURES
 from divdec_research.suites.aggregate import ATTACKS, FORGET_KNOWMEM, RETAIN_KNOWMEM, VERBMEM
@@ -91,8 +92,10 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
     figure.suptitle(title, fontsize=11.5)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     handles: dict[str, Artist] = {}
+    series: list[tuple[Series, ...]] = []
     for axes, (name, (x, shown)) in zip(grid, panels.items(), strict=True):
-        scatter(axes, _scatter_series(shown, x, RETAIN_KNOWMEM))
+        series.append(_scatter_series(shown, x, RETAIN_KNOWMEM))
+        scatter(axes, series[-1])
         axes.set_title(name)
         axes.set_xlabel(MEASURES[x].axis, fontsize=9.5)
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
@@ -100,6 +103,9 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
     figure.legend(
         handles.values(), list(handles), loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7
     )  # fmt: skip
+    figure.draw_without_rendering()  # fixes the layout
+    for axes, shown_series in zip(grid, series, strict=True):
+        write_labels(axes, shown_series)
     drawn = [result for _, shown in panels.values() for result in shown]
     text = (
         f"Retain knowmem over {' and '.join(panels).lower()} of {len(set(map(id, drawn)))} results; numbers beside "

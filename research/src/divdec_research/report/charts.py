@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Interval = tuple[float, float]
+LABEL_OFFSETS = (  # in points
+    (0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10),
+    (0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +64,13 @@ class LeakCurve:
 
 
 def scatter(axes: Axes, series: Sequence[Series]) -> None:
-    """Draw points with error bars and their labels."""
+    """Draw points with error bars; `write_labels` adds labels after the layout is final."""
     for data in series:
         series_style = data.style
         for dot in data.dots:
             axes.errorbar(
                 dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
                 fmt="none", ecolor=series_style.colour, elinewidth=1, alpha=0.55, zorder=2,
-            )  # fmt: skip
-            axes.annotate(
-                dot.label, (dot.x, dot.y), xytext=(0, 6), textcoords="offset points", fontsize=8.5,
-                color=series_style.colour, ha="center", in_layout=False, zorder=6,
             )  # fmt: skip
         draw_line(
             axes, [dot.x for dot in data.dots], [dot.y for dot in data.dots], series_style, label=data.name,
@@ -81,6 +81,27 @@ def scatter(axes: Axes, series: Sequence[Series]) -> None:
     axes.margins(0.1)
     axes.locator_params(nbins=6)
     axes.grid(True)
+
+
+def write_labels(axes: Axes, series: Sequence[Series]) -> None:
+    """Write each point's label where it covers no point and no other label; omit it if there is no such position."""
+    from matplotlib.transforms import Bbox
+
+    frame = axes.get_window_extent()
+    labelled = [(dot, data.style.colour) for data in series for dot in data.dots if dot.label]
+    points = axes.transData.transform([(dot.x, dot.y) for data in series for dot in data.dots])
+    occupied = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
+    for dot, colour in labelled:
+        for right, up in LABEL_OFFSETS:
+            text = axes.annotate(
+                dot.label, (dot.x, dot.y), xytext=(right, up), textcoords="offset points", fontsize=8.5, color=colour,
+                ha=("center", "left", "right")[(right > 0) - (right < 0)], in_layout=False, zorder=6,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if frame.containsx(box.x0) and frame.containsx(box.x1) and not box.count_overlaps(occupied):
+                occupied.append(box)
+                break
+            text.remove()
 
 
 def band_panels(figure: Figure, panels: Mapping[str, Sequence[Series]], x_label: str) -> list[Axes]:
