@@ -83,10 +83,11 @@ def _run(seed: int, output: Path, console: Console) -> dict[str, Any]:
     (output / "grids").mkdir(exist_ok=True)
     write_grid(output / "grids" / "real.png", _first_images(digits), COUNT)
     rows: dict[str, dict[str, float]] = {}
+    references: dict[str, Any] = {"target": target, "retrained": retrained}
     for name in ("target", "retrained", *RULES):
         if isinstance(name, Steering):
             steered.steering = name
-        images = digits.draw({"target": target, "retrained": retrained}.get(str(name), steered), COUNT, seed)
+        images = digits.draw(references.get(str(name), steered), COUNT, seed)
         write_grid(output / "grids" / f"{str(name).replace(':', '-')}.png", images, COUNT)
         rows[str(name)] = digits.measure(images)
     best = recommend(rows)

@@ -55,7 +55,7 @@ class Digits:
             pixels, self.labels, test_size=0.2, stratify=self.labels, random_state=0
         )
         with threadpool_limits(1):  # threads that wait for busy cores cost more than they save here
-            self.codebook = KMeans(CODES, random_state=0, max_iter=50).fit(_patches(self.images))
+            self.codebook: Any = KMeans(CODES, random_state=0, max_iter=50).fit(_patches(self.images))
             self.classifier = SVC(C=10, decision_function_shape="ovo").fit(seen, classes)
         self.accuracy = float(self.classifier.score(unseen, unseen_classes))
 
