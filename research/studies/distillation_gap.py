@@ -72,7 +72,7 @@ def main():
         print(f"seed {benchmark.seed}, {name}: {student.failed or 'measured'}", flush=True)
     rows = []
     for name, by_seed in results.items():
-        seeds = {seed: SeedResult(model.results, model.seconds, None) for seed, model in by_seed.items()}
+        seeds = {seed: SeedResult(model.results, model.seconds) for seed, model in by_seed.items()}
         summary = summarize(name, name, seeds, references, benchmarks[0].suite, Bootstrap(), {})
         each = ", ".join(f"{values['agg']:.3f}" for values in summary.seeds.values())
         rows.append([name, *(f"{summary.values[value]:.3f}" for value in SHOWN), each])

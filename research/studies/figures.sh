@@ -6,8 +6,6 @@ PAPER=$1
 
 divdec results plot "$PAPER"/tofu/{baselines,dd_linear,dd_rank,gradient,eco,guard,lunar,offset,uld,whp} --variant dd-paper \
   --figure tofu-bars --output docs/gallery/tofu-bars.svg
-divdec results plot "$PAPER"/tofu/{baselines,dd_linear,dd_rank,gradient,eco,guard,lunar,offset,uld,whp} --variant dd-paper \
-  --figure tofu-scatter --output docs/gallery/tofu-scatter.svg
 divdec results plot "$PAPER"/muse --figure muse-scatter --output docs/gallery/muse-scatter.svg
 divdec results plot "$PAPER"/{tofu,muse}/{baselines,dd_linear,dd_rank} --variant dd-paper --figure strength \
   --output docs/gallery/strength.svg
@@ -24,9 +22,7 @@ divdec results plot runs/compare-demo --figure tofu-bars --output docs/gallery/d
 divdec results plot runs/compare-demo --figure strength --output docs/gallery/demo-strength.svg
 divdec results plot runs/compare-demo --figure leak --output docs/gallery/demo-leak.svg
 divdec results plot runs/compare-muse --figure muse-scatter --output docs/gallery/muse-small.svg
-divdec results plot runs/depth --figure gradient-depth --output docs/gallery/depth.svg
-divdec results plot runs/students --figure distillation --output docs/gallery/distillation.svg
-divdec results plot runs/sequential-demo --figure sequential --output docs/gallery/sequential.svg
-divdec results plot runs/sequential-muse --figure sequential --output docs/gallery/sequential-muse.svg
-divdec results plot runs/bench-compute --figure compute --output docs/gallery/compute.svg
-divdec results plot runs/bench-latency --figure latency --output docs/gallery/latency.svg
+cp runs/depth/depth.svg docs/gallery/depth.svg
+cp runs/sequential-demo/distance.svg docs/gallery/sequential.svg
+cp runs/sequential-muse/distance.svg docs/gallery/sequential-muse.svg
+cp runs/bench-compute/compute.svg docs/gallery/compute.svg

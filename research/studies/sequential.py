@@ -47,7 +47,7 @@ from divdec_research.baselines.table import METHODS as BASELINES
 from divdec_research.compare.benchmark import TOFU_SMALL
 from divdec_research.compare.muse_news import passages
 from divdec_research.figures.runs import distance_figure
-from divdec_research.report.style import style, svg_text
+from divdec_research.report.style import style, write_figure
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.metrics import rouge
@@ -444,7 +444,8 @@ def run_sequential(
         write_text(output / "table.md", sequential_table(sequence.title, sequence.score, references, candidates, steps))
         with style("divdec-sequential"):
             figure = distance_figure([step.to_dict() for step in steps], sequence.score, bootstrap.level)
-            write_text(output / "distance.svg", svg_text(figure))
+            about = {"title": sequence.title, "description": sequence.score, "sources": ["result.json"]}
+            write_figure(output / "distance.svg", figure, **about)
         seconds = round(time.perf_counter() - started, 1)
         run.finish(title=sequence.title, seconds=seconds)
         for name in WORKING:

@@ -318,7 +318,7 @@ def collect(output, methods):
             row[variant] = {
                 name: as_float(value) for name, value in aggregate(values, target, retrain, variant).values.items()
             }
-        row |= {"seconds": costs[trial.method, trial.label], "time": compared["time_ratio"].get(trial.method)}
+        row["seconds"] = costs[trial.method, trial.label]
         rows.append(row | {"leak": compared["leaks"].get(trial.method) if row["best"] else None})
     return {"rows": rows}
 
@@ -425,8 +425,8 @@ def tables(results):
     if attacked:
         ks = list(attacked[0]["leak"])
         rows = [[TITLES[row["method"]], row["setting"], "–" if row["seconds"] is None else f"{row['seconds']:.0f} s",
-                 number(row["time"]), *(number(row["leak"][k]) for k in ks)] for row in attacked]  # fmt: skip
-        heads = ["Method", "Setting", "Training", "Time per token", *(f"Leak@{k}" for k in ks)]
+                 *(number(row["leak"][k]) for k in ks)] for row in attacked]  # fmt: skip
+        heads = ["Method", "Setting", "Training", *(f"Leak@{k}" for k in ks)]
         text += f"\n{markdown_table(heads, rows)}"
     if "relearning" in results:
         heads = ["Relearning", "Setting", "Probability by step", "ROUGE by step"]

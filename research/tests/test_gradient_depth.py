@@ -79,18 +79,6 @@ def test_gradient_norms_match_autograd(steered, family, temperature, direction, 
             assert all(norm > 0 for norm in got)
 
 
-def test_batch_gradient_is_of_mean_over_tokens(steered, family, tokenizer):
-    result = gradient_depth(steered, tokenizer, {"forget": EXAMPLES}, batch_size=2)
-    assert {len(row["norms"]) for row in result} == {2}
-    alone = gradient_depth(steered, tokenizer, {"forget": EXAMPLES})
-    for piece in (0, 1):
-        assert table(result, "forget", 1)[piece] == pytest.approx(table(alone, "forget", 2)[piece], rel=1e-4)
-        # Weighted by labelled tokens (4 and 1), and no more than the norms' own mean.
-        both = zip(table(alone, "forget", 0)[piece], table(alone, "forget", 1)[piece], strict=True)
-        for got, (one, other) in zip(table(result, "forget", 0)[piece], both, strict=True):
-            assert abs(4 * one - other) / 5 * 0.999 <= got <= (4 * one + other) / 5 * 1.001
-
-
 def digest_of(model):
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -284,7 +272,6 @@ def test_depth_command_writes_json_plot_and_run_record(bundle, files, tmp_path, 
     [
         (("--forget=none.jsonl",), "does not exist"),
         (("--temperature=0",), "temperature is 0"),
-        (("--batch-size=0",), "batch-size is 0"),
         (("--samples=-1",), "samples is -1"),
         (("--seed=-1",), "seed is -1"),
         (("--steering=rank:5",), "probability 0"),

@@ -77,7 +77,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("demo --sed 3", "Did you mean --seed?"),
         ("train --bse x", "Unknown option: --bse. Did you mean --base?"),  # not "--base is required"
         ("demo --seed 1 --seed 2", "--seed is given more than once"),
-        ("image draw", "Available commands: demo, train"),
+        ("image draw", "Available commands: demo"),
         ("results plot", "results is required"),
         ("serve b --extra-bundle other", "--extra-bundle is 'other'; accepted: name=path"),
     ],

@@ -44,7 +44,6 @@ def gradient_depth(
     *,
     temperature: float = 1.0,
     direction: Direction = "teacher-student",
-    batch_size: int = 1,
     bootstrap: Bootstrap = Bootstrap(),  # noqa: B008
     title: str | None = None,
 ) -> list[dict[str, Any]]:
@@ -56,15 +55,13 @@ def gradient_depth(
         sets: examples by the name of their set.
         temperature: T.
         direction: see `divdec.training.distillation_loss.divergence`.
-        batch_size: examples whose mean loss gives one gradient. Gradients of different examples partly cancel, so that
-            norms of batches are smaller than norms of examples.
         bootstrap: settings of the means' intervals.
         title: title of the progress bar; None shows none.
 
     Returns:
         One row for each set, part ('attention' or 'mlp') and layer (0 is next to the embeddings), in this order: its
         mean L2 norm (in nats per token and unit of weight), low and high (ends of the mean's bootstrap interval), n,
-        and the norms of the examples or batches.
+        and the norms of the examples.
 
     Raises:
         UsageError: the steering is hard rank masking, whose KL is infinite; the layers have no attention or MLP under
@@ -87,19 +84,17 @@ def gradient_depth(
     ):
         for name, examples in sets.items():
             rows = []
-            for start in range(0, len(examples), batch_size):
-                some = examples[start : start + batch_size]
-                batch = collator([dataclasses.asdict(example) for example in some])
+            for index, example in enumerate(examples):
+                batch = collator([dataclasses.asdict(example)])
                 batch = {column: tensor.to(device) for column, tensor in batch.items()}
-                label = f"example {start}" if len(some) == 1 else f"examples {start} to {start + len(some) - 1}"
                 try:
                     norms = _norms(objective.loss(model.target, batch, None), weights, len(layers))
                 except FailedClosed as error:
-                    raise Diverged(f"{name} {label} (counted from 0): {error}") from None
+                    raise Diverged(f"{name} example {index} (counted from 0): {error}") from None
                 if not torch.isfinite(norms).all():
-                    raise Diverged(f"the gradient of {name} {label} (counted from 0) is not finite")
+                    raise Diverged(f"the gradient of {name} example {index} (counted from 0) is not finite")
                 rows.append(norms)
-                bar.update(len(some))
+                bar.update()
             result += _summarize(name, torch.stack(rows), bootstrap)
     return result
 

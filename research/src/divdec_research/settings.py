@@ -23,8 +23,6 @@ class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, Mode
     """Temperature T of the loss T²·KL."""
     samples: int = 100
     """Number of random examples from each set. 0 uses all examples."""
-    batch_size: int = 1
-    """Number of examples per gradient. 1 computes the gradient norm of each example; the paper's code uses 32."""
     seed: int = 0
     """Seed of the drawn examples and of the bootstrap."""
 
@@ -33,5 +31,5 @@ class GradientDepthSettings(DistillationLoss, TrainingData, SteeringChoice, Mode
         check_positive("temperature", self.temperature)
         if self.dtype == "float16":
             raise UsageError("--dtype is 'float16', in which gradients overflow; accepted: auto, float32, bfloat16")
-        for name, least in (("samples", 0), ("batch_size", 1), ("seed", 0)):
-            check_at_least(name, getattr(self, name), least)
+        for name in ("samples", "seed"):
+            check_at_least(name, getattr(self, name), 0)

@@ -27,7 +27,6 @@ from divdec_research.baselines.methods.idk_dpo import (
     IdkDPOSettings,
     draw_idk_answers,
     idk_dpo,
-    read_idk_answers,
 )
 from divdec_research.baselines.methods.npo import NPO, NPOSettings, npo
 from divdec_research.baselines.methods.rmu import RMU, RMUSettings, control_vector, freeze_others, misdirection
@@ -425,16 +424,6 @@ def test_idk_answers_are_sampled_by_seed_for_unchanged_questions(job):
     assert [record.messages for record in first] == [record.messages for record in job.forget]
     assert {record.answer for record in first} <= set(IDK_ANSWERS)
     assert len({record.answer for record in first}) > 3
-
-
-def test_idk_answers_are_read_from_file(tmp_path):
-    (tmp_path / "idk.txt").write_text("No comment.\n\n  Ask another.\n")
-    assert read_idk_answers(str(tmp_path / "idk.txt")) == ("No comment.", "Ask another.")
-    (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(UsageError, match=r"idk-answers .* is empty"):
-        read_idk_answers(str(tmp_path / "empty.txt"))
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_idk_answers(str(tmp_path / "absent.txt"))
 
 
 def test_idk_dpo_rejects_plain_text(job, tmp_path):

@@ -98,18 +98,6 @@ def test_killed_run_resumes_to_same_weights(given, tmp_path, capsys, monkeypatch
     assert not list((tmp_path / "cut").glob(".*"))
 
 
-def test_run_resumes_only_with_the_same_files(given, tmp_path, capsys):
-    answers = tmp_path / "answers.txt"
-    answers.write_text("I don't know.\n")
-    command = ("idk-dpo", *options(given), "--output", tmp_path / "out", *QUICK, "--idk-answers", answers)
-    with stopping_at(2, signal.SIGTERM):
-        assert verb(*command) == 2
-    capsys.readouterr()
-    answers.write_text("No idea.\n")
-    assert verb(*command) == 2
-    assert "unfinished run with other settings or data (other files differ)" in capsys.readouterr().err
-
-
 def test_non_finite_baseline_loss_exits_with_code_1(given, tmp_path, capsys):
     output = tmp_path / "out"
     command = ("grad-ascent", *options(given), "--output", output, *QUICK, "--warmup", "0", "--lr", "1e30")
@@ -189,7 +177,6 @@ def test_invalid_baseline_command_gives_one_line_error(arguments, message, capsy
         ("npo", {"--target": "nowhere/at/all"}, "'nowhere/at/all' is not a folder"),
         ("npo", {"--retain": "FORGET"}, "hold the same records"),
         ("npo", {"--output": "TARGET"}, "lie one within the other"),
-        ("idk-dpo", {"--idk-answers": "nowhere.txt"}, "idk-answers nowhere.txt cannot be read"),
         ("idk-dpo", {"--forget": "TEXT"}, "is plain text"),
     ],
 )

@@ -116,23 +116,6 @@ def test_interrupted_evaluation_is_resumed(steered, tofu, tmp_path, monkeypatch,
     assert "--overwrite" in capsys.readouterr().err
 
 
-def test_sequential_checkpoints_give_curve(shared, tmp_path, capsys):
-    models, out = shared / "oracle/models", tmp_path / "out"
-    muse = ("--data", shared / "data/muse_news", "--limit", 2, "--max-length", 1024)
-    # One checkpoint at two steps: their folders are told apart by the step.
-    steps = (models / "full", models / "retain90", models / "full")
-    assert main("eval", "muse", *steps, *muse, "--sequence", "sust", "--output", out) == 0
-    result = [read_results(out / f"step-{step}") for step in (1, 2, 3)]
-    assert [results.about["step"] for results in result] == [1, 2, 3]
-    assert result[0].figures == result[2].figures != result[1].figures
-    assert main("results", "report", out, "--output", tmp_path / "report.html") == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "Requests one after the other" in page
-    assert "Retain knowmem ↑" in page
-    assert main("eval", "muse", models / "full", *muse, "--sequence", "scal", "--output", tmp_path / "o2") == 2
-    assert "two models or more" in capsys.readouterr().err
-
-
 def test_leak_evaluation(shared, steered, tmp_path, capsys):
     arguments = ("eval", "leak", steered, "--data", shared / "data/tofu/forget01.json", "--limit", 2)
     assert main(*arguments, "--attacks", 10, "--samples", 2, "--output", tmp_path / "out", "--json") == 0
@@ -222,7 +205,7 @@ class TestRejectsInvalidInput:
         self.refused(capsys, "eval", "tofu", steered, "--data", "d", *out, "--limit", "0", says="--limit is 0")
         for suite, option, value in (
             ("tofu", "--attacks", 5), ("muse", "--seed", 1), ("leak", "--retain-results", "r"),
-            ("muse", "--system-prompt", ""), ("leak", "--sequence", "scal"),
+            ("muse", "--system-prompt", ""),
         ):  # fmt: skip
             says = f"Unknown option: {option}"
             self.refused(capsys, "eval", suite, steered, "--data", "d", option, value, *out, says=says)

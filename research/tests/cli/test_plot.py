@@ -13,48 +13,38 @@ from divdec_research.figures.registry import FIGURES
 
 
 @pytest.fixture
-def sequential(tmp_path):
-    """A run as research/studies/sequential.py leaves it."""
-    steps = [
-        {
-            "protocol": protocol,
-            "method": "steered",
-            "step": step,
-            "distance": 2.0 * step,
-            "distance_interval": [0.0, 3.0 * step],
-        }
-        for protocol in ("sustainability", "scaling")
-        for step in (1, 2)
-    ]  # fmt: skip
+def compared(tmp_path):
+    """The leaks of a comparison."""
     run = tmp_path / "run"
     run.mkdir()
-    write_json(run / "result.json", {"score": "accuracy", "level": 0.99, "steps": steps})
+    leaks = {"target": {"1": 0.5, "10": 0.9}, "linear": {"1": 0.0, "10": 0.1}}
+    write_json(run / "comparison.json", {"suite": "tofu", "leaks": leaks})
     return run
 
 
-def test_plot_command_writes_svg_and_png(sequential, tmp_path, capsys, monkeypatch):
+def test_plot_command_writes_svg_and_png(compared, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["results", "plot", str(sequential), "--figure", "sequential"]) == 0
+    assert main(["results", "plot", str(compared), "--figure", "leak"]) == 0
     printed = capsys.readouterr()
-    assert printed.out == "sequential.svg (from 1 file)\n"
-    assert "sustainability, steered: 4.0" in printed.err
-    text = (tmp_path / "sequential.svg").read_text()
+    assert printed.out == "leak.svg (from 1 file)\n"
+    assert "at k = 10: Target 0.900, Linear DD 0.100" in printed.err
+    text = (tmp_path / "leak.svg").read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
-    assert "run/result.json" in text
+    assert "run/comparison.json" in text
     assert str(tmp_path) not in text
-    assert main(["results", "plot", str(sequential), "--figure=sequential", "--output=deep/one.png", "--json"]) == 0
+    assert main(["results", "plot", str(compared), "--figure=leak", "--output=deep/one.png", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["figure"], printed["output"], printed["sources"]) == (
-        "sequential", "deep/one.png", ["run/result.json"],
+        "leak", "deep/one.png", ["run/comparison.json"],
     )  # fmt: skip
     picture = Image.open(tmp_path / "deep" / "one.png")
-    assert picture.text["Source"] == "run/result.json"
+    assert picture.text["Source"] == "run/comparison.json"
     assert picture.text["Description"] == printed["description"]
     assert min(picture.size) > 500
 
 
-def test_plot_command_requires_overwrite(sequential, tmp_path, capsys):
-    arguments = ["results", "plot", str(sequential), "--figure", "sequential", "--output", str(tmp_path / "one.svg")]
+def test_plot_command_requires_overwrite(compared, tmp_path, capsys):
+    arguments = ["results", "plot", str(compared), "--figure", "leak", "--output", str(tmp_path / "one.svg")]
     assert main(arguments) == 0
     first = (tmp_path / "one.svg").read_bytes()
     capsys.readouterr()
@@ -75,34 +65,6 @@ def test_list(capsys):
     assert main(["results", "plot", "--list-figures", "--json"]) == 2
 
 
-@pytest.mark.slow
-def test_figures_from_small_runs(bundle, world, tmp_path, capsys):
-    """`divdec gradient-depth` and four students of `divdec distill`, measured here on tiny models, as figures."""
-    for name, questions in (("forget", world.forget[:6]), ("retain", world.retain[:6])):
-        rows = [json.dumps({"question": one.question, "answer": one.answer}) for one in questions]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    sets = [f"--forget={tmp_path / 'forget.jsonl'}", f"--retain={tmp_path / 'retain.jsonl'}"]
-    assert main(["gradient-depth", str(bundle), *sets, "--samples=5", f"--output={tmp_path / 'depth'}"]) == 0
-    for lr in ("1e-4", "1e-3"):
-        for temperature in ("1", "2"):
-            output = f"--output={tmp_path / 'students' / f'{lr}-{temperature}'}"
-            options = [f"--lr={lr}", f"--temperature={temperature}", "--epochs=1"]
-            assert main(["distill", str(bundle), *sets, *options, output]) in (0, 3)  # 3: not near enough its teacher
-    capsys.readouterr()
-    for figure, run, files in (("gradient-depth", "depth", 1), ("distillation", "students", 4)):
-        output = tmp_path / f"{figure}.svg"
-        assert (
-            main(["results", "plot", str(tmp_path / run), "--figure", figure, "--output", str(output), "--json"]) == 0
-        )
-        assert len(json.loads(capsys.readouterr().out)["sources"]) == files
-        assert ElementTree.parse(output).getroot().tag.endswith("svg")
-    text = (tmp_path / "distillation.svg").read_text()
-    assert all(words in text for words in ("learning rate", "temperature T", "lower is better", "0.001"))
-    # Numbers of the picture are those of the runs.
-    after = json.loads((tmp_path / "students" / "1e-3-2" / "run.json").read_text())["after"]
-    assert f"{after['forget']['kl']:.2f}" in text
-
-
 class TestBadInput:
     """One line that names what was wrong, exit code 2."""
 
@@ -112,12 +74,12 @@ class TestBadInput:
         assert says in error
         assert error.count("\n") == 1
 
-    def test_figures(self, sequential, capsys):
-        self.refused(capsys, sequential, "--figure", "pie", says="figure 'pie' is not known; there are: ")
-        self.refused(capsys, sequential, says="--figure is required; accepted: ")
-        self.refused(capsys, "--figure", "gradient-depth", says="required")
-        self.refused(capsys, sequential, "--figure", "sequential", "--variant", "best", says="variant")
-        self.refused(capsys, sequential, "--figure", "tofu-bars", says="holds no results")
+    def test_figures(self, compared, capsys):
+        self.refused(capsys, compared, "--figure", "pie", says="--figure is 'pie'; accepted: ")
+        self.refused(capsys, compared, says="--figure is None; accepted: ")
+        self.refused(capsys, "--figure", "leak", says="required")
+        self.refused(capsys, compared, "--figure", "leak", "--variant", "best", says="variant")
+        self.refused(capsys, compared, "--figure", "tofu-bars", says="is not a comparison")
 
     def test_runs(self, tmp_path, capsys):
         empty = tmp_path / "empty"
@@ -131,19 +93,17 @@ class TestBadInput:
         )
         assert not (tmp_path / "x.svg").exists()
 
-    def test_outputs(self, sequential, tmp_path, capsys):
-        arguments = (sequential, "--figure", "sequential", "--output")
+    def test_outputs(self, compared, tmp_path, capsys):
+        arguments = (compared, "--figure", "leak", "--output")
         self.refused(capsys, *arguments, tmp_path / "one.pdf", says="accepted: .svg and .png")
         self.refused(capsys, *arguments, tmp_path / "one", says="ends in nothing")
-        self.refused(capsys, *arguments, sequential / "result.json" / "one.svg", says="is a file")
+        self.refused(capsys, *arguments, compared / "comparison.json" / "one.svg", says="is a file")
         (tmp_path / "folder.svg").mkdir()
         self.refused(capsys, *arguments, tmp_path / "folder.svg", says="is a folder")
 
     def test_files_with_unexpected_content(self, tmp_path, capsys):
-        for name, figure in (("depth.json", "gradient-depth"), ("comparison.json", "tofu-bars")):
-            (tmp_path / name).write_text("[]")
-            arguments = (tmp_path, "--figure", figure, "--output", tmp_path / "x.svg")
-            self.refused(capsys, *arguments, says=f"{name} is not")
-            (tmp_path / name).write_text("{")
-            self.refused(capsys, *arguments, says=f"{name} is not readable JSON")
-            (tmp_path / name).unlink()
+        arguments = (tmp_path, "--figure", "tofu-bars", "--output", tmp_path / "x.svg")
+        (tmp_path / "comparison.json").write_text("[]")
+        self.refused(capsys, *arguments, says="comparison.json is not")
+        (tmp_path / "comparison.json").write_text("{")
+        self.refused(capsys, *arguments, says="comparison.json is not readable JSON")

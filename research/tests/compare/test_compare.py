@@ -14,16 +14,15 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM
 
 from divdec import UsageError, write_bundle
-from divdec.cli import main
 from divdec.data.formatting import Format, encode_set
 from divdec.data.records import read_records, record_set
 from divdec.evaluation.results import Results
 from divdec.training.fine_tuning import fine_tune
-from divdec.training.settings import AuxiliarySettings, DistillationSettings, TrainingSettings
+from divdec.training.settings import DistillationSettings, TrainingSettings
 from divdec_research.baselines.table import METHODS, TITLES
 from divdec_research.compare import run, suite
 from divdec_research.compare.benchmark import load_benchmarks
-from divdec_research.compare.run import build_model, compare_methods
+from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Trial, trials_of
 from divdec_research.compare.suite import TofuComparison
 from divdec_research.compare.table import (
@@ -34,7 +33,6 @@ from divdec_research.compare.table import (
     markdown,
     summarize,
     summary,
-    without_best,
 )
 from divdec_research.suites import tofu
 from divdec_research.suites.aggregate import Bootstrap
@@ -112,15 +110,10 @@ def settings_of(models_folder, output, **options):
 def few(monkeypatch):
     """One or two settings of few methods, one of which breaks; short answers."""
     monkeypatch.setattr(tofu, "NEW_TOKENS", 16)
-    monkeypatch.setattr(run, "TIMED_TOKENS", 4)
-    monkeypatch.setattr(run, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(run, "TIMED_PROMPTS", 2)
     gradient = {"batch_size": (8,), "gradient_accumulation": (1,), "epochs": (2.0,)}
     grid = {
         "linear": {"steering": ("linear:0", "linear:1")},
         "rank": {"steering": ("rank:5",)},
-        "linear-paper": {"steering": ("linear:0", "linear:1"), "recipe": ("full-retain",), "learning_rate": (1e-2,)},
-        "linear-matched": {"steering": ("linear:1",), "recipe": ("matched",), "learning_rate": (1e-2,)},
         "distill": {"learning_rate": (1e-3,), "epochs": (2.0,), "steering": ("rank:5:soft",)},
         "npo": gradient | {"learning_rate": (1e-3,)},
         "grad-ascent": gradient | {"learning_rate": (1e18,)},
@@ -166,23 +159,6 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     row = next(line for line in (output / "table.md").read_text().splitlines() if line.startswith("| Linear DD"))
     assert f"| 2 | {held_out.setting} | {held_out.values['agg']:.2f} [" in row
 
-    # Another recipe's pair is trained once, from the base and on the whole retain set.
-    work = output / "seed-0" / "work"
-    for recipe, method in (("full-retain", "linear-paper"), ("matched", "linear-matched")):
-        (pair,) = work.glob(f"pair-{recipe}-*")
-        trained = json.loads((pair / "run.json").read_text())
-        assert (trained["settings"]["base"], trained["settings"]["learning_rate"]) == (
-            str(models_folder / "base"),
-            1e-2,
-        )
-        assert trained["retain_set"].endswith("12 records)")
-        assert by_setting[method, "linear:1"].seconds == sum(one["seconds"] for one in trained["auxiliaries"].values())
-        config = json.loads(next((output / "seed-0" / method).glob("linear-1-*/model/config.json")).read_text())
-        assert all(str(pair) in json.dumps(config[name]) for name in ("retain_auxiliary", "forget_auxiliary"))
-        own, given = (by_setting[name, "linear:1"].values for name in (method, "linear"))
-        assert own["forget_Q_A_Prob"] < target.values["forget_Q_A_Prob"]
-        assert own["forget_Q_A_Prob"] != given["forget_Q_A_Prob"]
-
     # A method that breaks is a line of the table, and the others are not lost.
     broken = next(line for line in results.trials if line.method == "grad-ascent")
     assert "probability 0 or NaN" in broken.failed
@@ -190,21 +166,11 @@ def test_compare_tiny_models_end_to_end(models_folder, few, tmp_path, monkeypatc
     assert set(results.best) == {"target", "retrain", *few}
     assert set(results.leaks) == {"target", "retrain", *few} - {"grad-ascent"}
     assert all(0 <= share <= 1 for own in results.leaks.values() for share in own.values())
-    assert set(results.times) == set(few) - {"grad-ascent"}
 
-    # Costs: a gradient method has no more weights, steering has two small models more.
-    sizes = {line.method: line.extra_bytes for line in results.trials}
-    assert sizes["npo"] == sizes["distill"] == 0
-    assert sizes["linear"] == sizes["rank"] == sizes["linear-paper"] > 0
     assert all(line.seconds is None or line.seconds >= 0 for line in results.trials)
 
     for name in ("run.json", "comparison.json", "table.md"):
         assert (output / name).stat().st_size > 500
-    assert main(["results", "report", str(output), "--output", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert all(title in page for name, title in TITLES.items() if name in few)
-    assert "TOFU: the best setting of each method" in page
-    assert "Share of questions that leak" in page
     folders = {path.parent.relative_to(output / "seed-0") for path in output.rglob("model") if path.is_dir()}
     assert Trial("linear", steering="linear:1").folder in folders
     assert Trial("linear", steering="linear:0").folder not in folders
@@ -297,13 +263,13 @@ def result(value, seed=0):
 
 def test_comparison_row_is_mean_over_seeds():
     references = {0: (result(0.9), result(0.5)), 1: (result(0.9), result(0.5))}
-    results = {0: SeedResult(result(0.4), 10.0, 4), 1: SeedResult(result(0.6), 20.0, 4)}
+    results = {0: SeedResult(result(0.4), 10.0), 1: SeedResult(result(0.6), 20.0)}
     line = summarize("npo", "lr 1", results, references, EMPTY, Bootstrap(draws=50), {})
     assert line.values["mem"] == pytest.approx((0.6 + 0.4) / 2)
     assert line.values["priv"] == pytest.approx(0.9)
     assert line.values["utility"] == pytest.approx(1)
     assert line.values["agg"] == pytest.approx(np.mean([3 / (1 / m + 1 / 0.9 + 1) for m in (0.6, 0.4)]))
-    assert (line.seconds, line.extra_bytes, line.failed) == (15.0, 4.0, None)
+    assert (line.seconds, line.failed) == (15.0, None)
     alone = summarize("npo", "lr 1", {0: results[0]}, references, EMPTY, Bootstrap(draws=50), {1: "it broke"})
     assert alone.failed == "without seed 1: it broke"
     assert alone.values["mem"] == pytest.approx(0.6)
@@ -311,7 +277,7 @@ def test_comparison_row_is_mean_over_seeds():
 
 def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
     def line(method, setting, agg, failed=None):
-        return TrialSummary(method, setting, {"agg": agg}, {}, {}, None, None, failed)
+        return TrialSummary(method, setting, {"agg": agg}, {}, {}, None, failed)
 
     lines = [
         line("npo", "a", 0.3),
@@ -323,23 +289,22 @@ def test_the_best_setting_has_the_highest_agg_and_all_its_seeds():
     assert best_of([line("npo", "c", None, "it broke")])["npo"].setting == "c"
 
 
-def test_method_without_best_setting_is_marked(tmp_path):
+def test_table_lists_the_best_settings(tmp_path):
     def line(method, setting, agg, failed=None):
         values = {"agg": agg, "mem": agg, "priv": agg, "utility": agg}
-        return TrialSummary(method, setting, values, {}, {0: {}}, None, None, failed)
+        return TrialSummary(method, setting, values, {}, {0: {}}, None, failed)
 
     lines = [
         line("target", "", 0.0),
         line("npo", "lr 1", 0.0), line("npo", "lr 2", 0.0),
         line("rmu", "lr 1", 0.5), line("rmu", "lr 2", 0.5),
-        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4), line("linear-matched", "linear:1.75", 0.5),
+        line("linear", "linear:1.25", 0.5), line("linear", "linear:2", 0.4),
         line("whp", "lr 1", None, "it broke"),
     ]  # fmt: skip
-    assert without_best(lines) == {"target", "npo", "rmu"}
-    results = BenchmarkResults(lines, best_of(lines), {}, {}, 1.0, EMPTY)
+    results = BenchmarkResults(lines, best_of(lines), {}, 1.0, EMPTY)
     table = markdown(results, CompareSettings(output="out")).partition("The whole grid")[0]
     cells = {cell[1].strip(): cell[2].strip() for row in table.splitlines() if len(cell := row.split("|")) > 3}
-    assert cells["NPO"] == cells["RMU"] == "lr 1 (no setting is best)"
+    assert cells["NPO"] == cells["RMU"] == "lr 1"
     assert (cells["Linear DD"], cells["Target"], cells["WHP"]) == ("linear:1.25", "", "lr 1")
     # The command prints the head of the file: all but the whole grid.
     printed = summary(results, CompareSettings(output="out"))
@@ -347,25 +312,16 @@ def test_method_without_best_setting_is_marked(tmp_path):
     assert "WHP lr 1: it broke\n" in printed
 
 
-RECIPES = {"linear-paper", "rank-paper", "linear-matched", "rank-matched"}
-
-
 @pytest.mark.parametrize("grid", GRIDS)
 def test_grid_settings_are_valid_for_their_method(grid):
     grid_trials = trials_of(("all",), grid)
-    without = set() if grid == "small" else RECIPES
-    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"} - without
+    assert {trial.method for trial in grid_trials} == set(TITLES) - {"target", "retrain"}
     assert len({trial.folder for trial in grid_trials}) == len(grid_trials)
     for trial in grid_trials:
         if trial.method in METHODS:
             METHODS[trial.method].settings(**trial.settings)
         elif trial.method == "distill":
             DistillationSettings(bundle="b", forget="f", retain="r", output="o", **trial.settings)
-        elif trial.method in RECIPES:
-            AuxiliarySettings(base="b", target="t", forget="f", retain="r", output="o", **trial.settings)
-    for method in without:
-        with pytest.raises(UsageError, match=f"'{method}' is not in the grid '{grid}'"):
-            trials_of((method,), grid)
 
 
 def test_small_grid_has_equally_many_settings_of_every_method():
@@ -373,19 +329,6 @@ def test_small_grid_has_equally_many_settings_of_every_method():
     assert {method for method in numbers if numbers[method] != 8} == {"ngram-filter", "guardrail"}
     # These have three settings at most that differ in kind.
     assert numbers["ngram-filter"] == numbers["guardrail"] == 3
-    # Rows that differ in the pair's recipe alone try the same strengths.
-    for rule in ("linear", "rank"):
-        steering = [
-            {trial.steering for trial in trials_of((f"{rule}{end}",), "small")} for end in ("", "-paper", "-matched")
-        ]
-        assert steering[0] == steering[1] == steering[2]
-
-
-def test_pair_of_another_recipe_needs_a_base(models_folder, tmp_path):
-    (benchmark,) = load_benchmarks(settings_of(models_folder, tmp_path, base=None), print)
-    (trial, *_) = trials_of(("linear-paper",), "small")
-    with pytest.raises(UsageError, match=r"recipe full-retain is trained from a small model .* give it with --base"):
-        build_model(trial, benchmark, tmp_path / "model", tmp_path / "work")
 
 
 def test_paper_grid_has_settings_of_its_tables(shared):
@@ -406,7 +349,7 @@ def test_paper_grid_has_settings_of_its_tables(shared):
 
 def test_invalid_input_gives_one_line_error(models_folder, tmp_path):
     with pytest.raises(
-        UsageError, match=r"'nop' is not in the grid 'small'; accepted: all, linear, rank, distill, linear-paper"
+        UsageError, match=r"'nop' is not in the grid 'small'; accepted: all, linear, rank, distill, grad-ascent"
     ):
         trials_of(("nop",), "small")
     with pytest.raises(UsageError, match=r"--tofu"):

@@ -1,30 +1,10 @@
-"""Values of metrics: their format, and which of them is the best."""
+"""Values of metrics: their format."""
 
 import json
 
-import pytest
-
-from divdec_research.report.scores import MEASURES, Entry, Scorer, best_index
+from divdec_research.report.scores import MEASURES, Entry, Scorer
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.results import read_results
-
-
-@pytest.mark.parametrize(
-    ("values", "better", "best"),
-    [
-        ([0.2, 0.5, 0.3], "higher", 1),
-        ([0.2, 0.5, 0.3], "lower", 0),
-        ([0.5, 0.5, 0.3], "higher", None),  # a tie
-        ([0.0, 0.0], "higher", None),
-        ([0.0, 0.004], "higher", None),  # shown as 0.00
-        ([0.0, 3.0], "lower", 0),  # no distance is the best distance
-        ([None, float("nan"), 0.1], "higher", 2),
-        ([None, float("nan")], "higher", None),
-        ([], "higher", None),
-    ],
-)
-def test_only_strictly_best_value_is_marked(values, better, best):
-    assert best_index(values, better, digits=2) == best
 
 
 def test_values_are_formatted():

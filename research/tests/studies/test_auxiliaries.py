@@ -24,7 +24,7 @@ def test_table_reports_setting_chosen_on_other_half(monkeypatch):
 
     def summaries(results, half):
         return [
-            TrialSummary("small", setting, {"agg": value}, {}, dict.fromkeys((0, 1), values(value)), None, None)
+            TrialSummary("small", setting, {"agg": value}, {}, dict.fromkeys((0, 1), values(value)), None)
             for setting, value in agg[half].items()
         ]
 

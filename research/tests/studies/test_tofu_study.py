@@ -61,8 +61,6 @@ def small(monkeypatch, folder):
     for name, value in (("PAIR_EPOCHS", 2.0), ("ATTACKS", 1), ("ANSWER", 8)):
         monkeypatch.setattr(benchmark, name, value)
     monkeypatch.setattr(tofu, "NEW_TOKENS", 8)
-    monkeypatch.setattr(compare, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(compare, "TIMED_TOKENS", 2)
     grid = {
         "linear": {"steering": ("linear:1",)},
         "ngram-filter": {"ngram_size": (3,)},

@@ -94,7 +94,7 @@ def evaluate(
     run_folder = RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
     with run_folder:
         all_results: list[Results] = []
-        for step, run in enumerate(runs, start=1):
+        for run in runs:
             report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
             results = [
                 read_results(folder)
@@ -107,7 +107,6 @@ def evaluate(
                 setting_results.name = folder.name
                 setting_results.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
                 setting_results.about |= _identity(run, steering, model)
-                setting_results.about |= settings.step(step)
             evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
             save = functools.partial(_save, run=run, suite=suite, settings=settings, output=output)
             all_results += suite.evaluate(evaluated, earlier=results, save=save)
@@ -151,9 +150,7 @@ def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:
         checkpoint.name if Path(path).name in ("", "..") else Path(path).name
         for path, checkpoint in zip(paths, checkpoints, strict=True)
     ]
-    if settings.step(1):  # the models of a sequence may be the same
-        names = [f"step-{step}" for step in range(1, len(names) + 1)]
-    elif len(set(paths)) < len(paths):
+    if len(set(paths)) < len(paths):
         raise UsageError(f"a model is given twice: {', '.join(paths)}")
     runs = []
     for path, name, checkpoint in zip(paths, names, checkpoints, strict=True):

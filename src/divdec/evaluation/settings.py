@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from divdec.errors import UsageError
 from divdec.options import (
@@ -59,10 +59,6 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     def split(self) -> str | None:
         """The part of the benchmark that is measured, where it has several."""
         return None
-
-    def step(self, number: int) -> dict[str, Any]:
-        """Facts about the model at a position (from 1) of a sequence of requests; empty if the models are none."""
-        return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

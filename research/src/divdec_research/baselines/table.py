@@ -11,16 +11,7 @@ from divdec_research.baselines.methods import (  # isort: skip  # noqa: F401  in
 from divdec_research.baselines.method import METHODS
 
 REFERENCES = {"target": "Target", "retrain": "Retrain"}
-DIVDEC = {
-    "linear": "Linear DD",
-    "rank": "Rank DD",
-    "distill": "Distill DD",
-    # The same rules with auxiliaries of another recipe.
-    "linear-paper": "Linear DD (paper)",
-    "rank-paper": "Rank DD (paper)",
-    "linear-matched": "Linear DD (matched)",
-    "rank-matched": "Rank DD (matched)",
-}
+DIVDEC = {"linear": "Linear DD", "rank": "Rank DD", "distill": "Distill DD"}
 TITLES = {**REFERENCES, **DIVDEC, **{name: method.title for name, method in METHODS.items()}}
 """Names in the paper's tables, in their order."""
 Kind = Literal["ours", "other", "reference"]

@@ -1,1 +1,1 @@
-"""Cost measurements on random models: compute against 1 + 2n/N, and latency (paper, appendices Compute and Latency)."""
+"""Cost measurements on random models: compute against 1 + 2n/N (paper, appendix Compute Requirements)."""

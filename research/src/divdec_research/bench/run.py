@@ -1,4 +1,4 @@
-"""The benchmarks behind `divdec bench`: compute and latency of steering, measured on models with random weights."""
+"""The benchmark behind `divdec bench compute`: passes of models with random weights."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import dataclasses
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 
 from divdec.costs.model_size import ModelSize, measure_size
-from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.errors import UsageError, first_line
-from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import LOCK, ResumableOutput, RunFolder, read_record, settings_hash
-from divdec_research.bench.results import PASSES, compute_deviation, write_compute, write_latency
-from divdec_research.bench.settings import BenchSettings, DecoderShape, LatencySettings, find_shape
+from divdec.runs import ResumableOutput, RunFolder, settings_hash
+from divdec_research.bench.results import PASSES, compute_deviation, write_compute
+from divdec_research.bench.settings import BenchSettings, DecoderShape, find_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RESULTS = "results.jsonl"
-WITHOUT = "_without_embeddings"
-WAYS = ("target", "plain", "speculative")
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-SPARE = 1.1  # factor for activations and the allocator
+VERB, RESULTS = "bench compute", "results.jsonl"
 # Targets, auxiliaries and vocabularies that are measured by default.
 ON_CPU = (
     ("chinchilla-140M", "chinchilla-306M", "chinchilla-489M"), ("chinchilla-44M", "chinchilla-106M"), (2**15, 2**17),
@@ -69,14 +62,6 @@ class BenchDevice:
         device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         return cls(device, getattr(torch, dtype), name)
 
-    @property
-    def free_bytes(self) -> int:
-        """Free memory."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info(self.device)[0]
-        return psutil.virtual_memory().available
-
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
@@ -88,19 +73,11 @@ class Combination:
     N: ModelSize
     n: ModelSize
 
-    def key(self, settings: BenchSettings, device: BenchDevice, *more: Any) -> str:
+    def key(self, settings: BenchSettings, device: BenchDevice) -> str:
         """Digest of everything that decides a measurement."""
         shapes = [dataclasses.asdict(self.target), dataclasses.asdict(self.auxiliary), self.vocabulary]
         options = [settings.batch, settings.prompt, settings.tokens, settings.rounds, settings.seed]
-        return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__, *more])
-
-    def misfit(self, device: BenchDevice) -> str | None:
-        """Why the weights of the three models do not fit into memory, or None."""
-        needed = SPARE * (self.N.parameters + 2 * self.n.parameters) * device.dtype.itemsize
-        free = device.free_bytes
-        if needed <= free:
-            return None
-        return f"needs {needed / 1e9:.3g} GB, and {device.name} has {free / 1e9:.3g} GB free"
+        return settings_hash([shapes, options, device.name, str(device.dtype), torch.__version__])
 
     def create(self, settings: BenchSettings, device: BenchDevice) -> dict[str, PreTrainedModel]:
         """Create P, p and q with random weights; those of p and q differ.
@@ -126,8 +103,6 @@ class Combination:
             "vocabulary": self.vocabulary,
             "N": self.N.parameters,
             "n": self.n.parameters,
-            "N_without_embeddings": self.N.parameters - self.N.embeddings,
-            "n_without_embeddings": self.n.parameters - self.n.embeddings,
             "device": device.name,
             "dtype": str(device.dtype).removeprefix("torch."),
             "batch": settings.batch,
@@ -174,82 +149,27 @@ def bench_compute(settings: BenchSettings, report: Callable[[str], None] = print
     Raises:
         UsageError: a setting cannot be used.
     """
-
-    def measure(case: Combination, models: Models, about: Mapping[str, Any]) -> dict[str, Any]:
-        return compute_figures(time_passes(models, case.vocabulary, settings), about)
-
-    result = _run("bench compute", settings, {}, measure, write_compute, report)
-    return {**result, "summary": compute_deviation(result["rows"])}
-
-
-def bench_latency(settings: LatencySettings, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure t_Q/t_P of whole answers against vocabulary and N, and write table, plot and run.json.
-
-    The target generates alone; steered, and steered speculatively.
-
-    Returns:
-        rows (of the requested combinations), and left_out (combinations that do not fit).
-
-    Raises:
-        UsageError: a setting cannot be used, or processor time differs from the latency on this device.
-    """
     device = BenchDevice.of(settings)
-    if settings.clock == "processor" and (device.device.type != "cpu" or torch.get_num_threads() > 1):
-        raise UsageError(
-            f"clock 'processor' is for one thread of a CPU, not for {device.name}; set OMP_NUM_THREADS=1 and give "
-            "--device cpu, or --clock wall"
-        )
-    about = {"block": settings.block, "clock": settings.clock}
-
-    def measure(case: Combination, models: Models, _: Mapping[str, Any]) -> dict[str, Any]:
-        return _measure_latency(case, models, settings)
-
-    return _run("bench latency", settings, about, measure, write_latency, report, settings.agreement)
-
-
-def _run(
-    verb: str,
-    settings: BenchSettings,
-    extra: Mapping[str, Any],
-    measure: Callable[[Combination, Models, Mapping[str, Any]], dict[str, Any]],
-    write: Callable[[Path, Sequence[Any], str], None],
-    report: Callable[[str], None],
-    *decides: Any,
-) -> dict[str, Any]:
-    device = BenchDevice.of(settings)
-    wanted = {case.key(settings, device, verb, extra, *decides): case for case in combinations(settings, device)}
-    output = Path(settings.output).expanduser()
-    if output.is_dir() and any(entry.name != LOCK for entry in output.iterdir()):
-        earlier = (read_record(output) or {}).get("verb")
-        if earlier != verb:
-            raise UsageError(
-                f"output folder {output} holds {f'a result of `divdec {earlier}`' if earlier else 'other files'}; give "
-                f"the name of a new folder, or of one that `divdec {verb}` has written"
-            )
-    left_out = []
-    run = RunFolder.open(output, verb, settings, verb, extend=True)
-    with run:
+    wanted = {case.key(settings, device): case for case in combinations(settings, device)}
+    output, left_out = Path(settings.output).expanduser(), []
+    with RunFolder.open(output, VERB, settings, VERB, extend=True) as run:
         results = ResumableOutput(output / RESULTS)
         missing = [key for key in wanted if key not in results]
         report(f"{len(wanted)} combinations on {device.name}, {len(wanted) - len(missing)} of them measured before")
-        for key in tqdm(missing, desc=verb, unit="combination", dynamic_ncols=True):
+        for key in tqdm(missing, desc=VERB, unit="combination", dynamic_ncols=True):
             case = wanted[key]
-            about = {**case.about(device, settings), **extra}
-            reason = case.misfit(device)
-            if reason is None:
-                try:
-                    results.add({"key": key, **about, **measure(case, case.create(settings, device), about)})
-                except torch.OutOfMemoryError as error:
-                    reason = f"did not fit: {first_line(error)}"
-                else:
-                    continue
-            left_out.append({**about, "why": reason})
-            report(f"left out: {case.target.name} with {case.auxiliary.name}, {case.vocabulary} tokens: {reason}")
+            about = case.about(device, settings)
+            try:
+                times = time_passes(case.create(settings, device), case.vocabulary, settings)
+                results.add({"key": key, **about, **compute_figures(times, about)})
+            except torch.OutOfMemoryError as error:
+                left_out.append({**about, "why": first_line(error)})
+                report(f"left out: {case.target.name} with {case.auxiliary.name} does not fit ({first_line(error)})")
         rows = [results.items[key] for key in wanted if key in results]
         if rows:
-            write(output, rows, device.name)
+            write_compute(output, rows, device.name)
         run.finish(device=device.name, measured=len(rows), left_out=left_out)
-    return {"rows": rows, "left_out": left_out}
+    return {"rows": rows, "left_out": left_out, "summary": compute_deviation(rows)}
 
 
 @torch.inference_mode()
@@ -272,8 +192,9 @@ def time_passes(models: Models, vocabulary: int, settings: BenchSettings) -> Tim
     from transformers import DynamicCache
 
     device = next(iter(models.values())).device
-    clock = "wall" if device.type == "cuda" else "processor"
-    ids = _random_tokens(vocabulary, settings, settings.prompt + settings.tokens, device)
+    generator = torch.Generator().manual_seed(settings.seed)
+    size = (settings.batch, settings.prompt + settings.tokens)
+    ids = torch.randint(vocabulary, size, generator=generator).to(device)
     times: Times = {name: {model: [] for model in models} for name in PASSES}
     for number in range(settings.rounds + 1):
         names = list(models)
@@ -281,9 +202,9 @@ def time_passes(models: Models, vocabulary: int, settings: BenchSettings) -> Tim
         caches = {name: DynamicCache(config=models[name].config) for name in names}
 
         def read(name: str, tokens: torch.Tensor, caches: Mapping[str, Any] = caches) -> float:
-            started = _now(device, clock)
+            started = _now(device)
             models[name](tokens, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
-            return _now(device, clock) - started
+            return _now(device) - started
 
         prefill = {name: read(name, ids[:, : settings.prompt]) for name in names}
         decode = dict.fromkeys(names, 0.0)
@@ -301,8 +222,8 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the figures of a row.
 
     Returns:
-        seconds (medians by pass and model), ratio (by pass, the median over rounds), theory and
-        theory_without_embeddings (1 + 2n/N), and deviation (by pass, ratio over theory, minus one).
+        seconds (medians by pass and model), ratio (by pass, the median over rounds), theory (1 + 2n/N), and deviation
+        (by pass, ratio over theory, minus one).
     """
     ratio = {
         name: statistics.median(
@@ -310,89 +231,20 @@ def compute_figures(times: Times, sizes: Mapping[str, Any]) -> dict[str, Any]:
         )
         for name, seconds in times.items()
     }
-    theory, without = (1 + 2 * float(sizes[f"n{what}"]) / float(sizes[f"N{what}"]) for what in ("", WITHOUT))
+    theory = 1 + 2 * sizes["n"] / sizes["N"]
     return {
         "seconds": {
             name: {model: statistics.median(seconds) for model, seconds in by.items()} for name, by in times.items()
         },
         "ratio": ratio,
         "theory": theory,
-        "theory_without_embeddings": without,
         "deviation": {name: value / theory - 1 for name, value in ratio.items()},
     }
 
 
-def _measure_latency(case: Combination, models: Models, settings: LatencySettings) -> dict[str, Any]:
-    scale_last_norms(models, settings.agreement)
-    times, drafts = time_answers(models, case.vocabulary, settings)
-    seconds = {way: statistics.median(durations) / settings.tokens for way, durations in times.items()}
-    ratio = {
-        way: statistics.median(duration / alone for duration, alone in zip(times[way], times["target"], strict=True))
-        for way in times
-        if way != "target"
-    }
-    return {"acceptance": drafts.acceptance_rate, "seconds_per_token": seconds, "ratio": ratio}
-
-
-@torch.inference_mode()
-def time_answers(
-    models: Models, vocabulary: int, settings: LatencySettings
-) -> tuple[dict[str, list[float]], SpeculationStatistics]:
-    """Measure whole greedy answers, each way in turn; the first round warms up and counts accepted drafts.
-
-    Args:
-        models: P, p and q, on one device.
-        vocabulary: random tokens are drawn from it.
-        settings: batch, prompt, tokens, rounds, block and seed.
-
-    Returns:
-        Seconds of each round by way ('target', 'plain', 'speculative'), and statistics of the drafts.
-    """
-    device = models["P"].device
-    ids = _random_tokens(vocabulary, settings, settings.prompt, device)
-    arguments: dict[str, Any] = {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False,
-        "max_new_tokens": settings.tokens, "pad_token_id": 0,
-    }  # fmt: skip
-    steered = DivergenceForCausalLM.from_parts(models["P"], models["q"], models["p"], "linear:1")
-    drafts = SpeculationStatistics()
-    times: dict[str, list[float]] = {}
-
-    def generate(way: str, first: bool) -> Any:
-        if way == "target":
-            return models["P"].generate(**arguments)  # pyright: ignore[reportCallIssue]
-        if way == "plain":
-            return steered.generate(**arguments)
-        speculation = Speculation(settings.block, "retain", drafts if first else None)
-        return steered.generate(**arguments, speculative=speculation)
-
-    for number in range(settings.rounds + 1):
-        for way in WAYS:
-            started = _now(device, settings.clock)
-            answer = generate(way, first=number == 0)
-            seconds = _now(device, settings.clock) - started
-            assert answer.shape[1] == settings.prompt + settings.tokens
-            if number:
-                times.setdefault(way, []).append(seconds)
-    return times, drafts
-
-
-@torch.no_grad()
-def scale_last_norms(models: Models, agreement: float) -> None:
-    """Scale the logits of P and p by their last norm, so that q decides the steered distribution."""
-    for name in ("P", "p"):
-        weight: torch.Tensor = models[name].model.norm.weight
-        weight.mul_(agreement)
-
-
-def _random_tokens(vocabulary: int, settings: BenchSettings, length: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(settings.seed)
-    return torch.randint(vocabulary, (settings.batch, length), generator=generator).to(device)
-
-
-def _now(device: torch.device, clock: str) -> float:
-    """Read the clock when the queues of all GPUs are empty."""
-    if device.type == "cuda":
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
-    return CLOCKS[clock]()
+def _now(device: torch.device) -> float:
+    """Read the clock: processor time on a CPU, on a GPU wall-clock time when its queue is empty."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()

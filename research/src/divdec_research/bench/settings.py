@@ -8,10 +8,10 @@ without giving their shapes; those between 8B and 70B are ours, in the proportio
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from divdec.errors import UsageError
-from divdec_research.ranges import CheckedSettings, Count, in_range
+from divdec_research.ranges import CheckedSettings, Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -110,7 +110,7 @@ def find_shape(name: str) -> DecoderShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchSettings(CheckedSettings):
-    """Options of `divdec bench compute`, and of both benchmarks."""
+    """Options of `divdec bench compute`."""
 
     output: str
     """Folder for results.jsonl (one line per combination), table, plot and run.json. Combinations that were already
@@ -143,17 +143,3 @@ class BenchSettings(CheckedSettings):
         for vocabulary in self.vocabularies:
             if vocabulary < 256:
                 raise UsageError(f"vocabularies holds {vocabulary}; accepted: numbers of tokens of at least 256")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatencySettings(BenchSettings):
-    """Options of `divdec bench latency`."""
-
-    clock: Literal["wall", "processor"] = "wall"
-    """'wall' measures wall-clock time. 'processor' measures the processor time of one thread (set OMP_NUM_THREADS=1)
-    and excludes other work on the machine."""
-    block: Count = 4
-    """Number of tokens per draft."""
-    agreement: Annotated[float, in_range(1e-6, 1.0)] = 0.05
-    """Scale of the final norm of the target and of p. Random models do not agree, so without scaling no draft is
-    accepted. A smaller scale raises the acceptance rate of q's drafts. 1 leaves the models unchanged."""

@@ -13,7 +13,7 @@ from divdec.cli.loading import check_not_bundle, quiet, report
 from divdec.options import Printing
 from divdec_research.baselines.method import Method
 from divdec_research.baselines.table import METHODS
-from divdec_research.bench.settings import BenchSettings, LatencySettings
+from divdec_research.bench.settings import BenchSettings
 from divdec_research.compare.settings import CompareSettings
 
 baseline = App(name="baseline", help="Apply another unlearning method to the same target and data.")
@@ -97,10 +97,10 @@ def compare(settings: Annotated[CompareSettings, Parameter(name="*")], *, printi
         print((output / JSON).read_text(encoding="utf-8"))
         return
     print(summary(result, settings))
-    print(f"{result.seconds:.0f} s. The whole grid: {output / TABLE}\nFigures: divdec results report {output}")
+    print(f"{result.seconds:.0f} s. The whole grid: {output / TABLE}\nFigures: divdec results plot {output} --figure …")
 
 
-bench = App(name="bench", help="Measure the compute and latency of steering on this machine.")
+bench = App(name="bench", help="Measure the compute of steering on this machine.")
 
 
 @bench.command
@@ -115,35 +115,12 @@ def compute(settings: Annotated[BenchSettings, Parameter(name="*")], *, printing
     from divdec_research.bench.run import bench_compute
 
     quiet()
-    _print_bench(bench_compute(settings, report), compute_table, settings.output, printing)
-
-
-@bench.command
-def latency(settings: Annotated[LatencySettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Measure t_Q/t_P of plain and speculative decoding of complete answers.
-
-    For example:
-
-        divdec bench latency --output runs/bench-latency \
-          --targets chinchilla-306M --auxiliaries chinchilla-44M
-    """
-    from divdec_research.bench.results import latency_table
-    from divdec_research.bench.run import bench_latency
-
-    quiet()
-    _print_bench(bench_latency(settings, report), latency_table, settings.output, printing)
-
-
-def _print_bench(result: dict[str, Any], tabulate: Callable[[list[Any]], str], output: str, printing: Printing) -> None:
+    result = bench_compute(settings, report)
     if printing.json:
         print(json.dumps(result))
         return
     if result["rows"]:
-        print(tabulate(result["rows"]))
-    for name, numbers in result.get("summary", {}).items():
-        if isinstance(numbers, dict):
-            print(
-                f"{name.replace('_', ' ')}: off by {numbers['median_size']:.1%} in the median, at most "
-                f"{numbers['largest_size']:.1%}"
-            )
-    print(f"results: {Path(output).expanduser()}")
+        print(compute_table(result["rows"]))
+    for name, numbers in result["summary"].items():
+        print(f"{name}: off by {numbers['median_size']:.1%} in the median, at most {numbers['largest_size']:.1%}")
+    print(f"results: {Path(settings.output).expanduser()}")

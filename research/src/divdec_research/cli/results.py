@@ -1,4 +1,4 @@
-"""`divdec results`: aggregate, report and plot results of `divdec eval`."""
+"""`divdec results`: aggregate and plot results of `divdec eval`."""
 
 from __future__ import annotations
 
@@ -71,65 +71,6 @@ def score(
 
 
 @app.command(sort_key=2)
-def report(
-    results: tuple[str, ...],
-    *,
-    target: str | None = None,
-    retrain: str | None = None,
-    output: str = "report.html",
-    examples: int = 4,
-    scoring: Scoring = Scoring(),
-    overwriting: Overwriting = Overwriting(),
-    printing: Printing = Printing(),
-) -> None:
-    r"""Write one HTML page: scores with intervals, the figures of `divdec results plot`, and answers side by side.
-
-    For example:
-
-        divdec results report runs/sweep --target runs/target \
-          --retrain runs/retrain --output report.html
-
-    Args:
-        results: Result folders of `divdec eval`, `divdec compare` or OpenUnlearning, or folders that contain them. A
-            *_SUMMARY.json is enough; intervals and answers need per-item results.
-        target: Result folder of the target; by default the folder named 'target'.
-        retrain: Result folder of the model retrained without the forget set; by default the folder named 'retrain'.
-        output: HTML file to write.
-        examples: Number of questions of each set that are shown with their answers.
-        scoring: how aggregates are computed.
-        overwriting: whether an earlier page is replaced.
-        printing: format of the summary.
-    """
-    from divdec_research.figures.page import GENERATOR, write_report
-    from divdec_research.figures.registry import FigureRequest
-    from divdec_research.report.scores import MEASURES
-
-    if examples < 0:
-        raise UsageError(f"--examples is {examples}; accepted: 0 or more")
-    file = Path(output).expanduser()
-    check_output_file(
-        file, overwriting.overwrite, lambda path: GENERATOR in path.read_text(encoding="utf-8", errors="replace")
-    )
-    suites, left_out = write_report(file, FigureRequest(results, target, retrain, scoring), examples)
-    if printing.json:
-        rows = [
-            {
-                "suite": suite, "name": name, "file": result.source.name, "method": result.method,
-                **{measure: result.values.get(measure) for measure in MEASURES},
-                "ci": result.intervals, "reason": result.reasons, "notes": result.remarks,
-            }
-            for suite, by_name in suites.items()
-            for name, result in by_name.items()
-        ]  # fmt: skip
-        about = {"report": str(file), "variant": scoring.variant, "level": scoring.level, "left_out": left_out}
-        print(json.dumps({**about, "rows": rows}, indent=2, ensure_ascii=False))
-        return
-    for line in left_out:
-        print(f"not on the page: {line}")
-    print(f"report: {file}")
-
-
-@app.command(sort_key=3)
 def plot(
     results: tuple[str, ...] = (),
     *,
@@ -160,7 +101,7 @@ def plot(
         printing: format of the summary.
     """
     from divdec_research.figures import benchmarks, runs  # noqa: F401  # they register their figures
-    from divdec_research.figures.registry import FIGURES, FigureRequest, find_figure
+    from divdec_research.figures.registry import FIGURES, FigureRequest
     from divdec_research.report.style import check_format
 
     if list_figures:
@@ -171,9 +112,8 @@ def plot(
         return
     if not results:
         raise UsageError("results is required: folders to draw from (--list-figures shows which)")
-    if figure is None:
-        raise UsageError(f"--figure is required; accepted: {', '.join(FIGURES)}")
-    spec = find_figure(figure)
+    if figure is None or figure not in FIGURES:
+        raise UsageError(f"--figure is {figure!r}; accepted: {', '.join(FIGURES)}")
     file = Path(output or f"{figure}.svg").expanduser()
     check_format(file)
     check_output_file(file, overwriting.overwrite)
@@ -181,7 +121,7 @@ def plot(
     from divdec_research.report.style import style, write_figure
 
     with style(f"divdec-{figure}"):
-        drawn = spec.draw(FigureRequest(results, target, retrain, scoring))
+        drawn = FIGURES[figure].draw(FigureRequest(results, target, retrain, scoring))
         file.parent.mkdir(parents=True, exist_ok=True)
         write_figure(file, drawn.figure, title=drawn.title, description=drawn.description, sources=drawn.sources)
     if printing.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 from divdec.checkpoint import CheckpointReference, adapter_base, input_digests, is_adapter
 from divdec.configuration import AUXILIARIES
 from divdec.data.formatting import Format
-from divdec.data.records import Record, RecordSet, read_records
+from divdec.data.records import RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.questions import QuestionFormat
 from divdec.model.bundle import read_config
@@ -28,7 +29,6 @@ from divdec_research.world import demo as demo
 from divdec_research.world.facts import build_world, write_tofu
 from divdec_research.world.models import Material, Recipe, Shape, train_all
 
-TOFU_FILES = ("forget01.json", "retain99.json", "real_authors.json", "world_facts.json")
 RETAIN, HOLDOUT, ASKED = 360, 40, 120  # questions of the reduced TOFU; twenty about each author
 # Reduced TOFU: two authors to forget, eighteen to keep, models trained from scratch.
 TOFU_SMALL = Recipe(
@@ -212,50 +212,32 @@ def _own(settings: CompareSettings) -> Benchmark:
 def suite_material(data: Path, limit: int | None = None) -> tuple[Material, TofuData]:
     """Cut TOFU to size for its own suite, which asks about the first twenty authors: eighteen kept, two held out.
 
-    Raises:
-        UsageError: a file is missing.
-    """
-    others = other_authors(data)
-    # The models rehearse everything that the suite asks besides the authors, whatever the limit.
-    general = [
-        record
-        for name in ("real_authors_perturbed", "world_facts_perturbed")
-        for record in read_records(data / f"{name}.json")
-    ]
-    material = tofu_material(data, others[RETAIN + HOLDOUT :], others[:RETAIN])
-    material = dataclasses.replace(material, general=general)
-    whole = read_tofu(data, "forget01")
-    retain = whole.sets["retain"]
-    sets = whole.sets | {"retain": spread(retain[:RETAIN], ASKED), "holdout": retain[RETAIN : RETAIN + HOLDOUT]}
-    return material, TofuData(whole.split, {name: questions[:limit] for name, questions in sets.items()})
-
-
-def other_authors(data: Path) -> tuple[Record, ...]:
-    """Read TOFU's questions about authors outside forget01.
+    The models rehearse everything that the suite asks besides the authors, whatever the limit.
 
     Raises:
         UsageError: a file is missing; the message says where TOFU can be downloaded.
     """
-    for name in TOFU_FILES:
-        if not (data / name).is_file():
+    names = ("forget01", "retain99", "real_authors", "world_facts")
+    for name in names:
+        if not (data / f"{name}.json").is_file():
             raise UsageError(
-                f"{data / name} does not exist. TOFU comes from https://huggingface.co/datasets/locuslab/TOFU: put "
-                f"{', '.join(TOFU_FILES)} into a folder and give it (make compare TOFU=FOLDER, divdec compare "
-                "--tofu)"
+                f"{data / f'{name}.json'} does not exist. TOFU comes from "
+                "https://huggingface.co/datasets/locuslab/TOFU: put its files into a folder and give it (make compare "
+                "TOFU=FOLDER, divdec compare --tofu)"
             )
-    return read_records(data / "retain99.json").records
-
-
-def tofu_material(data: Path, corpus: Sequence[Record], retain: Sequence[Record]) -> Material:
-    """Assemble training data: forget01, the given retain questions, and a corpus of the other given questions."""
-    forget = read_records(data / "forget01.json")
-    general = [*read_records(data / "real_authors.json"), *read_records(data / "world_facts.json")]
-    return Material(
-        corpus=[*general, *corpus],
+    forget, others, *general = (read_records(data / f"{name}.json") for name in names)
+    asked = (read_records(data / f"{name}_perturbed.json") for name in ("real_authors", "world_facts"))
+    material = Material(
+        corpus=[*itertools.chain(*general), *others.records[RETAIN + HOLDOUT :]],
         forget=forget,
-        retain=RecordSet("retain", forget.kind, tuple(retain)),
+        retain=RecordSet("retain", forget.kind, others.records[:RETAIN]),
         form=Format(max_length=512),
+        general=list(itertools.chain(*asked)),
     )
+    whole = read_tofu(data, "forget01")
+    retain = whole.sets["retain"]
+    sets = whole.sets | {"retain": spread(retain[:RETAIN], ASKED), "holdout": retain[RETAIN : RETAIN + HOLDOUT]}
+    return material, TofuData(whole.split, {name: questions[:limit] for name, questions in sets.items()})
 
 
 def spread(records: Sequence[Item], count: int) -> tuple[Item, ...]:

@@ -1,4 +1,4 @@
-"""The comparison behind `divdec compare`: every trial on every seed, then leaks and costs of the best settings.
+"""The comparison behind `divdec compare`: every trial on every seed, then leaks of the best settings.
 
 A trial's folder holds the results as `divdec eval` writes them, and `run.json`, which is written last and marks the
 folder as complete: a comparison that was interrupted continues after its last complete trial. A failed trial is a row
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import concurrent.futures.process
 import dataclasses
-import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
-import statistics
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,11 +35,10 @@ from divdec.evaluation.results import Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.model.bundle import is_bundle, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_record, record, settings_hash, write_json
+from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_record, record, write_json
 from divdec.steering import Steering
-from divdec.training.auxiliaries import FORGET, RETAIN, train_auxiliaries
 from divdec.training.distillation import distill
-from divdec.training.settings import AuxiliarySettings, DistillationSettings
+from divdec.training.settings import DistillationSettings
 from divdec_research.baselines import auto  # noqa: F401  composites load
 from divdec_research.baselines.job import Job
 from divdec_research.baselines.method import BuiltModel
@@ -70,7 +67,6 @@ TEACHER = "linear:1.5"  # the paper's, for every distilled model of its table
 LOG = "jobs.log"  # standard error of parallel processes
 LEAKS = "leaks"
 LEAK_TOKENS = 48
-TIMED_PROMPTS, TIMED_TOKENS, TIMED_ROUNDS = 4, 32, 3
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 Result = TypeVar("Result")
 
@@ -83,8 +79,6 @@ class TrialResult:
     folder: Path
     seconds: float | None
     """Training time in seconds; None if unknown, 0 without training."""
-    extra_bytes: int | None
-    """Memory of weights beyond the target's."""
     notes: tuple[str, ...] = ()
     failed: str | None = None
     """Reason for missing results."""
@@ -146,13 +140,12 @@ def _compare(
         for seed, runs in results.items()
     }
     leaks = _leaks(benchmarks, winning, settings, output)
-    times = _times(benchmarks[0], winning[benchmarks[0].seed], output)
     if not settings.keep_models:
         kept = {result.folder for runs in winning.values() for result in runs}
         for result in (result for runs in results.values() for result in runs):
             if result.folder not in kept:
                 shutil.rmtree(result.folder / MODEL, ignore_errors=True)
-    return BenchmarkResults(summaries, best, leaks, times, time.perf_counter() - started, benchmarks[0].suite, held_out)
+    return BenchmarkResults(summaries, best, leaks, time.perf_counter() - started, benchmarks[0].suite, held_out)
 
 
 def _seed_folder(output: Path, benchmark: Benchmark) -> Path:
@@ -216,9 +209,7 @@ def _summaries(
             trial.method,
             trial.label,
             {
-                seed: SeedResult(
-                    read(result), result.seconds, result.extra_bytes, seed if benchmarks[0].own_questions else 0
-                )
+                seed: SeedResult(read(result), result.seconds, seed if benchmarks[0].own_questions else 0)
                 for seed, result in by_seed.items()
                 if result.failed is None
             },
@@ -284,20 +275,6 @@ def _leak_of(
     return ResultCache(result.folder / LEAKS).get("figures", [attacks, benchmark.fingerprint(result.trial)], attack)
 
 
-def _times(benchmark: Benchmark, chosen: Sequence[TrialResult], output: Path) -> dict[str, float]:
-    """Time per token of the best settings relative to the target's; never in parallel."""
-    asked = [
-        question for name in ("forget", "retain") for question in benchmark.suite.questions(name)[: TIMED_PROMPTS // 2]
-    ]
-    prompts = benchmark.suite.layout(load_tokenizer(benchmark.target)).prompts(asked)
-    target = load_model(benchmark.target, dtype=dtype_for_passes()).eval()
-    return {
-        result.trial.method: time_ratio(_load_result(result, benchmark, output), target, prompts)
-        for result in tqdm(chosen, desc="time per token", unit="model", dynamic_ncols=True)
-        if result.trial.method not in REFERENCES
-    }
-
-
 def _load_result(result: TrialResult, benchmark: Benchmark, output: Path) -> PreTrainedModel:
     references = {"target": benchmark.target, "retrain": benchmark.retrain}
     folder = references.get(result.trial.method, result.folder / MODEL)
@@ -306,41 +283,13 @@ def _load_result(result: TrialResult, benchmark: Benchmark, output: Path) -> Pre
     return load_trial(folder, result.trial)
 
 
-def time_ratio(model: PreTrainedModel, target: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
-    """Measure a model's time per token relative to the target's: the median over prompts and rounds, batch size 1."""
-    ratios = []
-    for number in range(TIMED_ROUNDS + 1):
-        for prompt in prompts:
-            # In turns, so that a temporarily slow machine is slow for both.
-            model_seconds, whole = (_seconds_per_token(candidate, prompt) for candidate in (model, target))
-            if number:  # the first round warms up
-                ratios.append(model_seconds / whole)
-    return statistics.median(ratios)
-
-
-@torch.inference_mode()
-def _seconds_per_token(model: PreTrainedModel, prompt: Sequence[int]) -> float:
-    ids = torch.tensor([list(prompt)], device=model.device)
-    started = time.perf_counter()
-    sequences = model.generate(  # pyright: ignore[reportCallIssue]
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=TIMED_TOKENS,
-        max_new_tokens=TIMED_TOKENS,
-    )
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
-    return (time.perf_counter() - started) / (sequences.shape[1] - ids.shape[1])
-
-
 def read_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult | None:
     """Read the result of an earlier run if it is complete, did not fail, and used the same benchmark."""
     folder = seed_folder / trial.folder
     content = read_record(folder)
     if content is None or content["fingerprint"] != benchmark.fingerprint(trial) or content["failed"] is not None:
         return None
-    return TrialResult(trial, folder, content["seconds"], content["extra_bytes"], tuple(content["notes"]))
+    return TrialResult(trial, folder, content["seconds"], tuple(content["notes"]))
 
 
 def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialResult:
@@ -348,12 +297,11 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
     folder = seed_folder / trial.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    failed, extra = None, None
+    failed = None
     built = BuiltModel(benchmark.target, 0.0)
     try:
         built = build_model(trial, benchmark, folder / MODEL, seed_folder / "work")
         model = load_trial(built.folder, trial)
-        extra = weight_bytes(model) - weight_bytes(load_model(benchmark.target, dtype=dtype_for_passes()))
         results = benchmark.suite.evaluate(EvaluatedModel(model, load_tokenizer(benchmark.target)))
         results.name = str(trial.folder)
         results.about = {
@@ -364,11 +312,11 @@ def run_trial(trial: Trial, benchmark: Benchmark, seed_folder: Path) -> TrialRes
         failed = first_line(error)
     content = {
         "method": trial.method, "setting": trial.label, "seed": benchmark.seed,
-        "seconds": built.seconds, "extra_bytes": extra, "notes": list(built.notes), "failed": failed,
+        "seconds": built.seconds, "notes": list(built.notes), "failed": failed,
         "fingerprint": benchmark.fingerprint(trial),
     }  # fmt: skip
     write_json(folder / RECORD, record("trial", trial.settings, **content))
-    return TrialResult(trial, folder, built.seconds, extra, built.notes, failed)
+    return TrialResult(trial, folder, built.seconds, built.notes, failed)
 
 
 def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) -> BuiltModel:
@@ -383,8 +331,6 @@ def build_model(trial: Trial, benchmark: Benchmark, output: Path, work: Path) ->
     if trial.method == "retrain":
         return BuiltModel(benchmark.retrain, benchmark.retrain_seconds)
     if trial.steering is not None:
-        if trial.settings:
-            benchmark = _with_pair(trial.settings, benchmark, work)
         return BuiltModel(_write_bundle(benchmark, output, trial.steering), benchmark.pair_seconds)
     if trial.method == "distill":
         return _distill(trial, benchmark, output, work)
@@ -405,39 +351,6 @@ def _write_bundle(benchmark: Benchmark, output: Path, steering: str) -> Path:
         forget_auxiliary=str(benchmark.forget_auxiliary), steering=rule, overwrite=True,
         forget_set=benchmark.forget.label,
     )  # fmt: skip
-
-
-def _with_pair(options: Mapping[str, Any], benchmark: Benchmark, work: Path) -> Benchmark:
-    """Train a pair from the small base as `divdec train` does, unless an earlier trial has; put it into the benchmark.
-
-    Raises:
-        UsageError: the benchmark has no small base, or one with other tokens than the target.
-        Diverged: training diverged.
-    """
-    if benchmark.base is None:
-        raise UsageError(
-            f"the pair of the recipe {options['recipe']} is trained from a small model of the target's vocabulary that "
-            "has learned neither set: give it with --base"
-        )
-    forget, retain = _write_sets(benchmark, work)
-    form = benchmark.form
-    folder = work / f"pair-{options['recipe']}-{settings_hash([options, benchmark.identity])}"
-    with FileLock(work / "pair.lock"):  # parallel trials share the pair
-        content = read_record(folder) or {}
-        if "auxiliaries" not in content:
-            settings = AuxiliarySettings(
-                base=str(benchmark.base), target=str(benchmark.target), forget=forget, retain=retain,
-                output=str(folder), seed=benchmark.seed, system_prompt=form.system_prompt, max_length=form.max_length,
-                epochs=10.0, lora_rank=0, **options,
-            )  # fmt: skip
-            # Without the measurement, for which a tenth of the retain set would not be learned.
-            content = train_auxiliaries(settings, lambda line: None, measure=False)
-    return dataclasses.replace(
-        benchmark,
-        retain_auxiliary=folder / RETAIN,
-        forget_auxiliary=folder / FORGET,
-        pair_seconds=sum(float(auxiliary["seconds"]) for auxiliary in content["auxiliaries"].values()),
-    )
 
 
 def _write_sets(benchmark: Benchmark, work: Path) -> tuple[str, str]:
@@ -474,12 +387,6 @@ def load_trial(folder: Path, trial: Trial) -> PreTrainedModel:
         model = load_model(folder, dtype=dtype_for_passes()).eval()
     device: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.to(device)
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Memory of a model's weights and buffers; shared tensors count once."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def run_parallel(

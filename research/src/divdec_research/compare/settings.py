@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,126 +17,8 @@ from divdec_research.suites.settings import Variant
 
 EMBEDDED = ("demo", "tofu-small", "muse-small")
 Grid = Mapping[str, Sequence[Any]]
-_BATCHES: Grid = {"batch_size": (16,), "gradient_accumulation": (1,)}
-_FILTERS: dict[str, Grid] = {
-    "ngram-filter": {"ngram_size": (4, 6, 10)},
-    "guardrail": {"mode": ("prompt", "filter", "both")},
-}
-_LINEAR: Grid = {"steering": tuple(f"linear:{alpha:g}" for alpha in (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3.5))}
-_RANK: Grid = {"steering": tuple(f"rank:{k}" for k in (5, 15, 30, 60, 100, 200, 300, 600))}
-# The options of `divdec train` for the rows whose pair it trains from the small base.
-_PAPER_PAIR: Grid = {"recipe": ("full-retain",), "learning_rate": (1e-3,)}
-_MATCHED_PAIR: Grid = {"recipe": ("matched",), "learning_rate": (1e-3,)}
-# For models of a few million parameters, whose learning rates are a hundred times those of large ones. The settings
-# were chosen on seed 0 of the demo and widened where a method's best one was its strongest, so that each method's
-# settings range from hardly any forgetting to too much.
-SMALL: dict[str, Grid] = {
-    "linear": _LINEAR,
-    "rank": _RANK,
-    "linear-paper": {**_LINEAR, **_PAPER_PAIR},
-    "rank-paper": {**_RANK, **_PAPER_PAIR},
-    "linear-matched": {**_LINEAR, **_MATCHED_PAIR},
-    "rank-matched": {**_RANK, **_MATCHED_PAIR},
-    # Students of this size forget what they do not rehearse; 600 is all that the embedded data have. The published
-    # direction leaves memorised tokens likelier than the teacher does (docs/distillation.md); it is in PAPER.
-    "distill": {"learning_rate": (3e-4, 1e-3, 2e-3, 4e-3), "rehearse": (0, 600), "direction": ("student-teacher",)},
-    "grad-ascent": {"learning_rate": (2e-4, 3e-4, 5e-4, 1e-3), "epochs": (2.0, 4.0), **_BATCHES},
-    "grad-diff": {"learning_rate": (2e-4, 5e-4, 1e-3, 2e-3), "epochs": (3.0, 5.0), **_BATCHES},
-    "npo": {"learning_rate": (2e-4, 5e-4, 2e-3, 4e-3), "epochs": (3.0, 5.0), **_BATCHES},
-    "simnpo": {"learning_rate": (1e-3, 2e-3, 3e-3, 5e-3), "epochs": (5.0, 10.0), **_BATCHES},
-    "rmu": {
-        "learning_rate": (2e-3, 3e-3, 5e-3, 1e-2),
-        "alpha": (1.0, 10.0),
-        "coefficient": (20.0,),
-        "epochs": (5.0,),
-        "layer": (2,),
-        **_BATCHES,
-    },
-    "undial": {"learning_rate": (2e-4, 3e-4, 1e-3, 2e-3), "epochs": (2.0, 4.0), **_BATCHES},
-    "idk-dpo": {"learning_rate": (5e-4, 1e-3, 2e-3, 4e-3), "epochs": (3.0, 6.0), **_BATCHES},
-    "whp": {"learning_rate": (5e-4, 1e-3), "alpha": (2.0, 4.0, 8.0, 16.0)},
-    "offset": {"learning_rate": (1e-4, 3e-4, 1e-3, 2e-3), "epochs": (2.0, 5.0)},
-    "uld": {"learning_rate": (2e-3, 5e-3), "weight": (0.8, 1.5, 3.0, 6.0)},
-    # Its filter keeps tokens above a share of the likeliest one's probability; with 0.1 strong settings hardly forget.
-    "ucd": {"learning_rate": (1e-3,), "alpha": (1.0, 2.0, 4.0, 8.0), "plausibility": (0.1, 1e-4)},
-    "guard": {"delta": (0.1, 0.2, 0.3, 0.5), "similarity_weight": (0.0, 1.0)},
-    "eco": {"strength": (0.5, 2.0, 10.0, 30.0), "dims": (4, 16)},
-    **_FILTERS,
-    "lunar": {"coefficient": (2.0, 3.0, 4.0, 6.0), "ridge": (1e-3, 1e-2)},
-}
-_PAPER_GRADIENT: Grid = {
-    "learning_rate": (5e-7, 8e-7, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 1e-5),
-    "epochs": tuple(float(number) for number in range(1, 11)),
-}
-# The paper's: the linear and the rank rule as in its table of all settings (for either size of the auxiliaries),
-# distillation as in its published result files, the others as in appendix TOFU.
-_PAPER_ALPHAS = (0.5, *(n / 10 for n in range(10, 16)), 2.0, *(n / 10 for n in range(25, 36)), 4.0)
-PAPER: dict[str, Grid] = {
-    "linear": {"steering": tuple(f"linear:{alpha:g}" for alpha in _PAPER_ALPHAS)},
-    "rank": {"steering": tuple(f"rank:{k}" for k in (1, 5, 20, 50, 100, 200, 500, 1000))},
-    "distill": {
-        "learning_rate": (1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 6e-5),
-        "temperature": (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0),
-        "epochs": (5.0, 10.0),
-    },
-    "grad-ascent": _PAPER_GRADIENT,
-    "grad-diff": _PAPER_GRADIENT,
-    "npo": _PAPER_GRADIENT,
-    "simnpo": _PAPER_GRADIENT,
-    # OpenUnlearning's defaults, as in the paper.
-    "rmu": {**_PAPER_GRADIENT, "coefficient": (2.0,), "alpha": (1.0,), "trainable": ("all",)},
-    "undial": _PAPER_GRADIENT,
-    "idk-dpo": _PAPER_GRADIENT,
-    "whp": {"learning_rate": (1e-5,), "alpha": (0.5, 1.0, 2.0, 3.0, 4.0)},
-    "offset": {"learning_rate": (3e-6, 7e-6, 1e-5)},
-    "uld": {"learning_rate": (5e-4, 1e-3, 2e-3), "weight": (0.5, 0.8, 1.0)},
-    "ucd": {"learning_rate": (1e-5,), "alpha": (0.5, 1.0, 2.0, 3.0)},
-    "guard": {"delta": (0.3, 0.5, 0.7)},
-    "eco": {"strength": (5.0, 20.0, 50.0, 100.0)},
-    "lunar": {"coefficient": (1.0, 2.0, 4.0)},
-}
-# The same for MUSE: the rules as in appendix MUSE, distillation as in its published result files, with the teacher of
-# the paper's figure.
-PAPER_MUSE: dict[str, Grid] = PAPER | {
-    "linear": {"steering": tuple(f"linear:{n / 10:g}" for n in range(5, 16))},
-    "distill": {
-        "learning_rate": (*(n * 1e-5 for n in range(2, 11)), 1.25e-4, 1.5e-4, 2e-4),
-        "temperature": (0.25, 0.5, 1.0, 1.5, 2.0),
-        "epochs": (5.0,),
-        "steering": ("linear:0.85",),
-    },
-}
-_PRETRAINED_GRADIENT: Grid = {"learning_rate": (1e-5, 3e-5, 1e-4), "epochs": (3.0,), **_BATCHES}
-# Three settings of each method, from too little to too much, for a pretrained model of a hundred million parameters.
-PRETRAINED: dict[str, Grid] = {
-    "linear": {"steering": ("linear:0.25", "linear:0.5", "linear:1")},
-    "rank": {"steering": ("rank:5:3", "rank:20:3", "rank:100:3")},
-    # The linear rule changes what has nothing to do with the forget set, so the teacher has the rank rule.
-    "distill": {
-        "learning_rate": (3e-5, 1e-4, 3e-4),
-        "steering": ("rank:20:3:soft",),
-        "direction": ("student-teacher",),
-        "epochs": (3.0,),
-        "rehearse": (200,),
-        "batch_size": (16,),
-    },
-    "grad-diff": _PRETRAINED_GRADIENT,
-    "npo": _PRETRAINED_GRADIENT,
-    # With the default weight of 0.125 the forget term loses to the retain term.
-    "simnpo": {**_PRETRAINED_GRADIENT, "gamma": (1.0,)},
-    # The default trains three down-projections, whose weights are too large to be moved at such rates.
-    "rmu": {
-        **_PRETRAINED_GRADIENT,
-        "learning_rate": (3e-5, 1e-4, 3e-4),
-        "alpha": (1.0,),
-        "coefficient": (20.0,),
-        "layer": (15,),
-        "trainable": ("all",),
-    },
-    "whp": {"alpha": (2.0, 8.0, 32.0), "learning_rate": (1e-4,), "epochs": (3.0,)},
-    **_FILTERS,
-}
-GRIDS = {"small": SMALL, "paper": PAPER, "paper-muse": PAPER_MUSE, "pretrained": PRETRAINED}
+GRIDS: dict[str, dict[str, Grid]] = tomllib.loads(Path(__file__).with_name("grids.toml").read_text("utf-8"))
+GRIDS["paper-muse"] = GRIDS["paper"] | GRIDS["paper-muse"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,9 +32,7 @@ class CompareSettings(CheckedSettings):
     articles, and questions; needs --muse), or a folder with the files of TOFU or MUSE for your own models (needs
     --bundle and --retrain)."""
     methods: tuple[str, ...] = ("all",)
-    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'. The small grid
-    also has 'linear-paper', 'rank-paper', 'linear-matched' and 'rank-matched': the rules with auxiliaries that are
-    trained from the small base (--base) as by `divdec train --recipe full-retain` and `--recipe matched`."""
+    """Methods by name, as `divdec baseline list` shows them, and 'linear', 'rank', 'distill'; or 'all'."""
     grid: Literal["small", "paper", "paper-muse", "pretrained"] = "small"
     """Settings to try for each method: a few for models of a few million parameters ('small'), three for a pretrained
     model of a hundred million ('pretrained'; other methods run with their defaults), or the paper's for TOFU ('paper')
@@ -217,8 +98,7 @@ class Trial:
     steering: str | None = None
     """The rule, for methods that steer with a pair."""
     constant: tuple[tuple[str, Any], ...] = ()
-    """Settings that differ from the method's defaults but do not vary; tables omit them. Of a rule, the options of its
-    pair's training; without them the pair is the benchmark's."""
+    """Settings that differ from the method's defaults but do not vary; tables omit them."""
 
     @property
     def settings(self) -> dict[str, Any]:

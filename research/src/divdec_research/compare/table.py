@@ -12,14 +12,13 @@ import numpy as np
 
 from divdec.evaluation.results import Results
 from divdec.runs import write_json, write_text
-from divdec_research.baselines.table import REFERENCES, TITLES, Kind, kind_of
+from divdec_research.baselines.table import TITLES, Kind, kind_of
 from divdec_research.compare.settings import CompareSettings
 from divdec_research.compare.suite import ComparisonSuite
-from divdec_research.report.scores import MEASURES, Measure, best_index
+from divdec_research.report.scores import MEASURES, Measure
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
-COSTS = ("Training", "Memory", "Time a token")
 VALIDATION, TEST = 0, 1  # halves of the questions: those with even numbers choose a setting, the others report it
 TABLE, JSON = "table.md", "comparison.json"
 
@@ -31,8 +30,6 @@ class SeedResult:
     results: Results
     seconds: float | None
     """Training time."""
-    extra_bytes: int | None
-    """Memory of weights beyond the target's."""
     draw: int = 0
     """Seeds with the same number have the same questions; their items are resampled together."""
 
@@ -50,7 +47,7 @@ class TrialSummary:
     seeds: dict[int, dict[str, float | None]]
     """The values of each seed."""
     seconds: float | None
-    extra_bytes: float | None
+    """Training time."""
     failed: str | None = None
     """Reason for missing values or a missing seed."""
     notes: tuple[str, ...] = ()
@@ -85,14 +82,6 @@ class TrialSummary:
         ends = f" [{', '.join(map(text, self.intervals[name]))}]" if name in self.intervals else ""
         return f"{text(self.values.get(name))}{ends}"
 
-    def costs(self, time_ratio: float | None) -> tuple[str, str, str]:
-        """Format training time, memory and time per token relative to the target's."""
-        return (
-            "–" if self.seconds is None else f"{self.seconds:.0f} s",
-            "–" if self.extra_bytes is None else f"{self.extra_bytes / 2**20:+.1f} MiB",
-            "–" if time_ratio is None else f"{time_ratio:.2f}×",
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkResults:
@@ -104,8 +93,6 @@ class BenchmarkResults:
     """By method."""
     leaks: dict[str, dict[int, float]]
     """Leak@k of the best settings by method and k, mean over seeds."""
-    times: dict[str, float]
-    """Time per token relative to the target's, by method; on the first seed."""
     seconds: float
     suite: ComparisonSuite
     held_out: dict[str, TrialSummary] = dataclasses.field(default_factory=dict)
@@ -173,7 +160,6 @@ def summarize(
         intervals,
         seeds,
         _mean([result.seconds for result in results.values()]),
-        _mean([result.extra_bytes for result in results.values()]),
         failed,
         tuple(notes),
         next((name for name in suite.goals if values.get(name) is not None), suite.goals[0]),
@@ -189,17 +175,6 @@ def best_of(trials: Sequence[TrialSummary], goal: str | None = None) -> dict[str
     return best
 
 
-def without_best(trials: Sequence[TrialSummary]) -> set[str]:
-    """Methods with no single best setting: several share the best score, or none is above 0 where higher is better."""
-    ties = set()
-    for method, best in best_of(trials).items():
-        goal = MEASURES[best.goal]
-        values = [None if trial.failed else trial.values.get(best.goal) for trial in trials if trial.method == method]
-        if not best.failed and best_index(values, goal.better, goal.digits) is None:
-            ties.add(method)
-    return ties
-
-
 def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
     """Write `comparison.json` and `table.md`."""
     output = Path(settings.output).expanduser()
@@ -207,10 +182,8 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
     content = {
         "best": [dataclasses.asdict(trial) for trial in results.best.values()],
         "held_out": [dataclasses.asdict(trial) for trial in results.held_out.values()],
-        "without_best": sorted(without_best(results.trials)),
         "grid": [dataclasses.asdict(trial) for trial in results.trials],
         "leaks": {method: {str(k): value for k, value in shares.items()} for method, shares in results.leaks.items()},
-        "time_ratio": results.times,
         "best_by": {goal: [dataclasses.asdict(trial) for trial in of.values()] for goal, of in results.best_by.items()},
         **results.suite.about,
     }
@@ -219,7 +192,7 @@ def write_files(results: BenchmarkResults, settings: CompareSettings) -> None:
 
 def summary(results: BenchmarkResults, settings: CompareSettings) -> str:
     """Format the best settings, their leaks and the notes in Markdown: the head of `table.md`."""
-    text = f"{_lead(results, settings)}\n\n{_table(_marked_best(results), results, costs=True)}"
+    text = f"{_lead(results, settings)}\n\n{_table(list(results.best.values()), results, costs=True)}"
     if results.best_by:
         shorts = [MEASURES[name].short for name in results.best_by]
         heads = ["Method", *(head for short in shorts for head in ("Setting", short))]
@@ -250,13 +223,13 @@ def _table(trials: Sequence[TrialSummary], results: BenchmarkResults, *, costs: 
     shown = results.suite.shown
     heads = ["Method", "Setting", *(MEASURES[name].short for name in shown)]
     if costs:
-        heads += ["Settings tried", "Chosen on one half", f"{results.goal.short} on the other half", *COSTS]
+        heads += ["Settings tried", "Chosen on one half", f"{results.goal.short} on the other half", "Training"]
     rows = []
     for trial in trials:
         cells = [trial.text(name) for name in shown]
         if costs:
             cells += [str(results.tried(trial.method)), *_held_out(results, trial.method)]
-            cells += trial.costs(results.times.get(trial.method))
+            cells.append("–" if trial.seconds is None else f"{trial.seconds:.0f} s")
         if trial.has_failed:
             cells = [str(trial.failed).replace("|", "\\|"), *[""] * (len(cells) - 1)]
         rows.append([trial.title, trial.setting, *cells])
@@ -268,15 +241,6 @@ def _held_out(results: BenchmarkResults, method: str) -> tuple[str, str]:
     if (trial := results.held_out.get(method)) is None:
         return "–", "–"
     return trial.setting, trial.text(trial.goal)
-
-
-def _marked_best(results: BenchmarkResults) -> list[TrialSummary]:
-    """The best setting of each method. If several are best, the first one, with a mark."""
-    ties = without_best(results.trials) - set(REFERENCES)
-    return [
-        dataclasses.replace(trial, setting=f"{trial.setting} (no setting is best)".strip()) if method in ties else trial
-        for method, trial in results.best.items()
-    ]
 
 
 def _lead(results: BenchmarkResults, settings: CompareSettings) -> str:

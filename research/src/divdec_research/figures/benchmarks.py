@@ -1,9 +1,10 @@
-"""Figures of TOFU and MUSE: the best settings, trade-offs, scores along α and k, sizes of the auxiliaries."""
+"""Figures of TOFU and MUSE: the best settings, distances, scores along α and k, sizes of the auxiliaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -20,7 +21,6 @@ from divdec_research.figures.results import (
 from divdec_research.report.charts import (
     Bar,
     Dot,
-    Plot,
     Series,
     bars,
     draw_line,
@@ -65,20 +65,6 @@ def tofu_bars(request: FigureRequest) -> FigureResult:
     return FigureResult(figure, title, f"Agg of each method's best setting by Agg: {listed}.", source_names(best))
 
 
-@register("tofu-scatter", shows="TOFU: what is kept over what is forgotten", needs=TOFU)
-def tofu_scatter(request: FigureRequest) -> FigureResult:
-    """Draw Utility over Mem: sweeps of Divergence Decoding, and the best setting of every other method."""
-    results = with_values(_load_suite(request, "tofu-scatter", "tofu"), "mem", "utility")
-    measure = "agg" if any(result.values.get("agg") is not None for result in results) else "utility"
-    shown = [result for result in results if result.rule] + best_settings(
-        [result for result in results if not result.rule], measure
-    )
-    title = "TOFU: what is kept over what is forgotten"
-    plot = Plot(MEASURES["mem"].axis, MEASURES["utility"].axis, _scatter_series(shown, "mem", "utility"), title=title)
-    text = f"Utility over Mem of {len(shown)} results; numbers beside points are α and k."
-    return FigureResult(_scatter_figure([plot], (7.2, 4.8)), title, text, source_names(shown))
-
-
 @register("muse-scatter", shows="MUSE: what is known of the retain set over what is remembered", needs=MUSE)
 def muse_scatter(request: FigureRequest) -> FigureResult:
     """Draw two scatters whose goal is the retrained model (paper, figure MUSE Results).
@@ -87,7 +73,7 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
     target or retrained model.
     """
     results = _load_suite(request, "muse-scatter", "muse")
-    plots, shown, names = [], [], []
+    panels: dict[str, tuple[str, list[MethodResult]]] = {}
     for x, distance, name in (
         (VERBMEM, "verbmem_distance", "Verbatim memorization"),
         (FORGET_KNOWMEM, "knowmem_distance", "Knowledge"),
@@ -97,21 +83,35 @@ def muse_scatter(request: FigureRequest) -> FigureResult:
         ]
         swept = [result for result in measured if result.rule or result.kind == "reference"]
         others = [result for result in measured if result not in swept]
-        panel_results = swept + (best_settings(others, distance) or others)
         if measured:
-            y_label = "" if plots else MEASURES[RETAIN_KNOWMEM].axis
-            plots.append(Plot(MEASURES[x].axis, y_label, _scatter_series(panel_results, x, RETAIN_KNOWMEM), title=name))
-            shown += panel_results
-            names.append(name.lower())
-    if not plots:
+            panels[name] = x, swept + (best_settings(others, distance) or others)
+    if not panels:
         with_values(results, VERBMEM, RETAIN_KNOWMEM)
     title = "MUSE: the nearer to the retrained model, the better"
-    figure = _scatter_figure(plots, (4.9 * len(plots) + 0.6, 5.2), title)
+    figure = Figure(figsize=(4.9 * len(panels) + 0.6, 5.2), layout="constrained")
+    figure.suptitle(title, fontsize=11.5)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    handles: dict[str, Artist] = {}
+    series: list[tuple[Series, ...]] = []
+    for axes, (name, (x, shown)) in zip(grid, panels.items(), strict=True):
+        series.append(_scatter_series(shown, x, RETAIN_KNOWMEM))
+        scatter(axes, series[-1])
+        axes.set_title(name)
+        axes.set_xlabel(MEASURES[x].axis, fontsize=9.5)
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
+    grid[0].set_ylabel(MEASURES[RETAIN_KNOWMEM].axis, fontsize=9.5)
+    figure.legend(
+        handles.values(), list(handles), loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7
+    )  # fmt: skip
+    figure.draw_without_rendering()  # fixes the layout
+    for axes, shown_series in zip(grid, series, strict=True):
+        write_labels(axes, shown_series)
+    drawn = [result for _, shown in panels.values() for result in shown]
     text = (
-        f"Retain knowmem over {' and '.join(names)} of {len(set(map(id, shown)))} results; numbers beside points are "
-        "α and k."
+        f"Retain knowmem over {' and '.join(panels).lower()} of {len(set(map(id, drawn)))} results; numbers beside "
+        "points are the ends of α and k."
     )
-    return FigureResult(figure, title, text, source_names(shown))
+    return FigureResult(figure, title, text, source_names(drawn))
 
 
 @register("strength", shows="scores along α and k, 2×2 for TOFU and MUSE", needs=f"{TOFU}; {MUSE}")
@@ -304,26 +304,8 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.05))
 
 
-def _scatter_figure(plots: Sequence[Plot], size: tuple[float, float], title: str = "") -> Figure:
-    """Scatters side by side, with labels and a common legend below."""
-    figure = Figure(figsize=size, layout="constrained")
-    grid = list(figure.subplots(1, len(plots), sharey=True, squeeze=False)[0])
-    if title:
-        figure.suptitle(title, fontsize=11.5)
-    handles = {}
-    for axes, plot in zip(grid, plots, strict=True):
-        scatter(axes, plot)
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
-    figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=3, fontsize=9, markerscale=0.7
-    )  # fmt: skip
-    for axes, plot in zip(grid, plots, strict=True):
-        write_labels(axes, plot.series)
-    return figure
-
-
 def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Series, ...]:
-    """Series of a scatter; other methods come first, so that their names find room before the numbers of a sweep."""
+    """Series of a scatter; of a sweep the weakest and the strongest setting have a label."""
     order = ("other", "reference", "ours")
     groups: dict[str, list[MethodResult]] = {}
     for result in sorted(results, key=lambda result: (order.index(result.kind), result.title, result.strength or 0.0)):
@@ -342,10 +324,10 @@ def _scatter_series(results: Sequence[MethodResult], x: str, y: str) -> tuple[Se
         dots = tuple(
             Dot(
                 result.values[x] or 0.0, result.values[y] or 0.0, result.intervals.get(x), result.intervals.get(y),
-                f"{result.strength:g}" if result.strength is not None
-                else result.title if result.kind != "reference" else "",
+                "" if result.kind == "reference" or (result.rule and 0 < index < len(members) - 1)
+                else result.title if result.strength is None else f"{result.strength:g}",
             )
-            for result in members
+            for index, result in enumerate(members)
         )  # fmt: skip
         series.append(Series(name, series_style, dots, joined=members[0].strength is not None))
     return tuple(series)

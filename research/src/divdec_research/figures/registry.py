@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from divdec.errors import UsageError, first_line
+from divdec.errors import UsageError
 from divdec_research.suites.settings import Scoring
 
 if TYPE_CHECKING:
@@ -49,40 +49,11 @@ class FigureSpec:
     """One-line description."""
     needs: str
     """Runs that it is drawn from."""
-    function: Draw
-
-    def draw(self, request: FigureRequest) -> FigureResult:
-        """Draw the figure; call it under `divdec_research.report.style.style`.
-
-        Raises:
-            UsageError: the runs do not hold what the figure needs.
-        """
-        runs = ", ".join(request.runs)
-        try:
-            return self.function(request)
-        except KeyError as error:
-            raise UsageError(f"a file in {runs} lacks {error}; was it written by another version of divdec?") from error
-        except UsageError:
-            raise
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise UsageError(
-                f"a file in {runs} does not hold what the figure is drawn from ({first_line(error)}); it needs "
-                f"{self.needs}"
-            ) from error
+    draw: Draw
+    """Draws the figure under `report.style.style`; a `UsageError` if the runs do not hold what it needs."""
 
 
 FIGURES: dict[str, FigureSpec] = {}
-
-
-def find_figure(name: str) -> FigureSpec:
-    """Return a figure.
-
-    Raises:
-        UsageError: there is none; the known names are listed.
-    """
-    if name not in FIGURES:
-        raise UsageError(f"figure {name!r} is not known; there are: {', '.join(FIGURES)}")
-    return FIGURES[name]
 
 
 def register(name: str, *, shows: str, needs: str) -> Callable[[Draw], Draw]:

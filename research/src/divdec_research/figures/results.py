@@ -12,12 +12,11 @@ from divdec.evaluation.results import SUMMARY, Results
 from divdec.runs import read_json
 from divdec_research.baselines.table import DIVDEC, METHODS, REFERENCES, TITLES, Kind, kind_of
 from divdec_research.figures.registry import FigureRequest, Source, missing_data, run_path
-from divdec_research.report.scores import MEASURES, SCORES, Entry, Interval, Scorer, best_index
+from divdec_research.report.scores import MEASURES, SCORES, Entry, Interval, Scorer
 from divdec_research.suites.aggregate import AGGREGATES
 from divdec_research.suites.results import Identity, find_results, identify, read_results
 
 COMPARISON = "comparison.json"
-NO_BEST = "(no setting is best)"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
@@ -33,8 +32,6 @@ class MethodResult(Identity):
     """Name in the paper's tables."""
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Why a value is missing."""
-    remarks: Sequence[str] = ()
-    """Why aggregates or intervals are missing, and remarks on values."""
     seeds: int = 1
     """Number of seeds of which the values are means."""
 
@@ -92,19 +89,13 @@ def best_settings(results: Sequence[MethodResult], name: str) -> list[MethodResu
 
 
 def best_setting(results: Sequence[MethodResult], name: str) -> MethodResult:
-    """Return the best of one method's results, which all have a value.
+    """Return the best of one method's results, which all have a value; of equal ones the first.
 
     Only results on as many seeds as any of them are compared: the best of many settings on the seed of their search
-    is not a mean over seeds. If no setting is best (see `best_index`), the first of the highest says so.
+    is not a mean over seeds.
     """
-    seeds = max(result.seeds for result in results)
-    candidates = [result for result in results if result.seeds == seeds]
-    measure, values = MEASURES[name], [result.values[name] for result in candidates]
-    index = best_index(values, measure.better, measure.digits)
-    if index is not None:
-        return candidates[index]
-    first = (min if measure.better == "lower" else max)(candidates, key=lambda result: result.values[name] or 0.0)
-    return first if first.kind == "reference" else dataclasses.replace(first, setting=NO_BEST, strength=None)
+    seeds, better = max(result.seeds for result in results), max if MEASURES[name].better == "higher" else min
+    return better((result for result in results if result.seeds == seeds), key=lambda result: result.values[name] or 0)
 
 
 def with_values(results: Sequence[MethodResult], *names: str) -> list[MethodResult]:
@@ -160,7 +151,7 @@ def _score(
         scored_results.append(
             MethodResult(
                 **vars(identity), values=scored.values, intervals=scored.intervals, source=source, suite=results.suite,
-                title=title, reasons=scored.aggregates.reasons, remarks=scored.remarks,
+                title=title, reasons=scored.aggregates.reasons,
             )
         )  # fmt: skip
     return scored_results
@@ -185,7 +176,6 @@ def _read_comparison(source: Source, variant: str) -> list[MethodResult]:
             MethodResult(
                 method, setting.replace("_", " "), rule=rule, strength=strength,
                 values=row["values"], intervals=intervals, source=source, suite=suite,
-                remarks=(f"means over seeds, with their intervals, from {source.name}",),
                 seeds=len(row.get("seeds", ())),
             )
         )  # fmt: skip

@@ -1,11 +1,10 @@
-"""Figures of single runs: leaks, gradient depth, distillation, sequential requests, compute and latency."""
+"""Figures of single runs: leaks, distillation; and of sequential requests, for research/studies/sequential.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,17 @@ from matplotlib.figure import Figure
 
 from divdec.errors import UsageError
 from divdec.evaluation.results import SUMMARY
-from divdec.runs import RECORD, read_json, read_record
+from divdec.runs import read_json
 from divdec_research.baselines.table import DIVDEC, REFERENCES, TITLES
-from divdec_research.bench.results import compute_figure, latency_figure
 from divdec_research.figures.registry import FigureRequest, FigureResult, Source, find_files, missing_data, register
 from divdec_research.figures.results import COMPARISON, load_results
-from divdec_research.report import gradient_depth
 from divdec_research.report.charts import Dot, LeakCurve, Series, band_panels, leak_curves
 from divdec_research.report.scores import MEASURES
 from divdec_research.report.style import BY_NAME, OTHERS, PAPER, SERIES_STYLES
-from divdec_research.suites.aggregate import DISTANCES, FORGET_KNOWMEM, RETAIN_KNOWMEM
-from divdec_research.suites.results import FILES, identify, read_results
+from divdec_research.suites.aggregate import DISTANCES
+from divdec_research.suites.results import read_results
 
-STEPS, BENCH_ROWS, PUBLISHED_LEAKS = "result.json", "results.jsonl", "rebel_cache.json"
-PROTOCOLS = {"sust": "sustainability", "scal": "scaling"}
+PUBLISHED_LEAKS = "rebel_cache.json"
 SEQUENCE_STYLES = {
     "steered": SERIES_STYLES[0],
     "steered, forget-retain": SERIES_STYLES[4],
@@ -37,7 +33,6 @@ SEQUENCE_STYLES = {
 }
 LEAK = re.compile(r"leak@(\d+)-(attack|sample)")
 PUBLISHED_STUDENT = re.compile(r"lr-(?P<lr>.+)-epoch-(?P<epochs>[\d.]+)-temp-(?P<temperature>[\d.]+)$")
-SUMMARIES = "TOFU_SUMMARY.json", "MUSE_SUMMARY.json"
 OPTION = re.compile(r"(\w+) (-?[\d.]+(?:e[-+]?\d+)?)")
 LR, TEMPERATURE = "lr", "temperature"
 OPTION_LABELS = {TEMPERATURE: "temperature T", "rehearse": "rehearsed examples of the retain set"}
@@ -62,60 +57,24 @@ class Tile:
     marked: bool = False
 
 
-@register("gradient-depth", shows="gradient of distillation, layer by layer", needs="divdec gradient-depth")
-def draw_gradient_depth(request: FigureRequest) -> FigureResult:
-    """Draw the norm of distillation's gradient by layer, from one depth.json (paper, figure gradient_depth)."""
-    name = gradient_depth.RESULT
-    sources = find_files(request.runs, name)
-    if not sources:
-        raise missing_data(request.runs, "gradient-depth", f"the {name} of `divdec gradient-depth`")
-    if len(sources) > 1:
-        listed = ", ".join(source.name for source in sources[:4])
-        raise UsageError(f"these runs hold {len(sources)} results of that kind ({listed}); give one of them")
-    (source,) = sources
-    content = read_json(source.path)
-    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise UsageError(f"{source.path} is not the {name} of `divdec gradient-depth`")
-    if not content["rows"]:
-        raise missing_data(request.runs, "gradient-depth", f"a {name} that holds layers; {source.name} holds none")
-    rows = content["rows"]
-    figure = gradient_depth.depth_figure(rows, content["level"])
-    title = "Distillation's gradient, layer by layer"
-    figure.suptitle(title, fontsize=11.5)
-    peaks = ", ".join(f"{of} {module}: layer {layer}" for (of, module), layer in gradient_depth.peaks(rows).items())
-    return FigureResult(figure, title, f"L2 norm of the gradient by layer; the largest of {peaks}.", (source.name,))
-
-
 @register(
     "distillation",
     shows="heat map of distillation over learning rate and temperature",
-    needs="divdec compare with the method distill, several runs of divdec distill, or the paper's summaries",
+    needs="divdec compare with the method distill, or the paper's summaries",
 )
 def distillation(request: FigureRequest) -> FigureResult:
-    """Draw Agg of each student of a comparison (paper, figure distill_tofu), or each run's distance from its teacher.
+    """Draw Agg of each student, or on MUSE the distances from the retrained model (paper, figure distill_tofu).
 
-    Of the paper's summaries: Agg on TOFU, the distances from the retrained model on MUSE. Students with a higher Agg
-    than every other method in the data have a frame.
+    Students with a higher Agg than every other method in the data have a frame.
     """
-    students, other_method = _compared_students(request)
-    names = {"agg": f"Agg, 0 to 1 ({MEASURES['agg'].better} is better)"}
-    if not students:
-        students, other_method = _published_students(request)
-        if students and "agg" not in students[0].values:
-            names = {name: MEASURES[name].axis for name in students[0].values}
-    if not students:
-        students = _distilled_students(request)
-        names = {
-            role: f"{role} set: KL(teacher ‖ student),\nnats a token (lower is better)"
-            for role in ("forget", "retain")
-            if any(role in student.values for student in students)
-        }
+    students, other_method = _students(request)
     if not students:
         needs = (
-            f"a {COMPARISON} with the method distill, the folders of several runs of `divdec distill`, or the paper's "
-            "folders with target and retrained model (--target, --retrain)"
+            f"a {COMPARISON} with the method distill, or the paper's folders with target and retrained model "
+            "(--target, --retrain)"
         )
         raise missing_data(request.runs, "distillation", needs)
+    names = {name: MEASURES[name].axis for name in students[0].values}
     option = _second_option(students)
     label = OPTION_LABELS.get(option, option.replace("_", " "))
     figure = Figure(figsize=(5.0 * len(names) + 0.4, 4.2), layout="constrained")
@@ -142,46 +101,6 @@ def distillation(request: FigureRequest) -> FigureResult:
     figure.suptitle(f"{title} and {label.partition(' ')[0]}" if option else title, fontsize=11.5)
     sources = tuple(dict.fromkeys(student.source.name for student in students))
     return FigureResult(figure, title, f"{len(students)} students; {', '.join(names.values())}.", sources)
-
-
-@register(
-    "sequential",
-    shows="sustainability and scaling: distance from the first step",
-    needs="research/studies/sequential.py, or divdec eval muse of scal and sust",
-)
-def sequential(request: FigureRequest) -> FigureResult:
-    """Draw the distance from a method's first step, over requests or growing forget sets (paper, figure scal_sust)."""
-    for source in find_files(request.runs, STEPS):
-        content = read_json(source.path)
-        if isinstance(content, dict) and isinstance(content.get("steps"), list) and content["steps"]:
-            steps, sources = content["steps"], (source.name,)
-            score, level = str(content["score"]), float(content["level"])
-            break
-    else:
-        steps, sources = _evaluated_steps(request)
-        score, level = "knowmem ROUGE-L", None
-    if not steps:
-        needs = f"the {STEPS} of research/studies/sequential.py, or MUSE's results of two steps of scal or sust"
-        raise missing_data(request.runs, "sequential", needs)
-    figure = distance_figure(steps, score, level)
-    title = "Requests one after the other, and growing forget sets"
-    figure.suptitle(title, fontsize=11.5)
-    last = {f"{step['protocol']}, {step['method']}": step["distance"] for step in steps}
-    listed = "; ".join(f"{name}: {distance:.1f}" for name, distance in last.items())
-    text = f"Distance from the first step in points, at the last step: {listed}."
-    return FigureResult(figure, title, text, sources)
-
-
-@register("compute", shows="compute increase, measured over 2n/N", needs="divdec bench compute")
-def compute(request: FigureRequest) -> FigureResult:
-    """Draw (t_P + t_p + t_q)/t_P over 1 + 2n/N, prompt and decoding apart."""
-    return _bench(request, "compute", compute_figure, "Compute increase, measured")
-
-
-@register("latency", shows="increase of runtime by model and vocabulary size", needs="divdec bench latency")
-def latency(request: FigureRequest) -> FigureResult:
-    """Draw t_Q/t_P over the vocabulary, a line for each target."""
-    return _bench(request, "latency", latency_figure, "Latency increase, measured")
 
 
 @register(
@@ -295,49 +214,21 @@ def distance_figure(steps: Sequence[Mapping[str, Any]], score: str, level: float
     return figure
 
 
-def _compared_students(request: FigureRequest) -> tuple[list[Student], float | None]:
-    """The students of a comparison, and the best Agg of its other methods."""
+def _students(request: FigureRequest) -> tuple[list[Student], float | None]:
+    """The students in the runs, and the best Agg of the other methods."""
     students, others = [], []
-    for source in find_files(request.runs, COMPARISON):
-        content = read_json(source.path)
-        for row in content.get("grid") or [] if isinstance(content, dict) else []:
-            agg = row["values"].get("agg")
-            options = {name: float(value) for name, value in OPTION.findall(row["setting"])}
-            if agg is not None and row["method"] == "distill" and LR in options:
-                students.append(Student(options, {"agg": agg}, source))
-            elif agg is not None and row["method"] not in (*DIVDEC, *REFERENCES):
-                others.append(agg)
-    return students, max(others, default=None)
-
-
-def _published_students(request: FigureRequest) -> tuple[list[Student], float | None]:
-    """The paper's students, whose folders are named after their options, and the best Agg of the other methods."""
-    students, others = [], []
-    for results in load_results(request, "distillation").values() if find_files(request.runs, *SUMMARIES) else ():
+    for results in load_results(request, "distillation").values():
         for result in results:
             named, agg = PUBLISHED_STUDENT.search(result.source.path.parent.name), result.values.get("agg")
+            text = named.groupdict() if named else dict(OPTION.findall(result.setting))
             values = {"agg": agg} if agg is not None else {name: result.values.get(name) for name in DISTANCES}
             known = {name: value for name, value in values.items() if value is not None}
-            if named and len(known) == len(values):
-                options = {name: float(value) for name, value in named.groupdict().items()}
+            if LR in text and (named or result.method == "distill") and len(known) == len(values):
+                options = {name: float(value) for name, value in text.items()}
                 students.append(Student(options, known, result.source))
             elif agg is not None and result.method not in (*DIVDEC, *REFERENCES):
                 others.append(agg)
     return students, max(others, default=None)
-
-
-def _distilled_students(request: FigureRequest) -> list[Student]:
-    students = []
-    for source in find_files(request.runs, RECORD):
-        content = read_json(source.path)
-        if not isinstance(content, dict) or content.get("verb") != "distill" or content.get("status") != "finished":
-            continue
-        settings, after = content["settings"], content["after"]
-        values = {role: float(after[role]["kl"]) for role in ("forget", "retain") if after.get(role)}
-        options = {name: float(settings[name]) for name in (TEMPERATURE, "rehearse", "epochs")}
-        options[LR] = float(settings["learning_rate"])
-        students.append(Student(options, values, source))
-    return students
 
 
 def _second_option(students: Sequence[Student]) -> str:
@@ -351,61 +242,6 @@ def _second_option(students: Sequence[Student]) -> str:
     if TEMPERATURE in varied or (not varied and TEMPERATURE in values):
         return TEMPERATURE
     return next(iter(varied), "")
-
-
-def _evaluated_steps(request: FigureRequest) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Steps from results of MUSE that state their step of a sequence; without intervals."""
-    sequences: dict[tuple[str, str], dict[int, Mapping[str, float | None]]] = {}
-    sources = []
-    for source in find_files(request.runs, *FILES):
-        results = read_results(source.path.parent)
-        identity = identify(results, source.path.parent)
-        if identity.rule in PROTOCOLS and identity.strength is not None:
-            sequences.setdefault((identity.rule, identity.family), {})[int(identity.strength)] = results.figures
-            sources.append(source.name)
-    steps = []
-    for (rule, family), figures in sequences.items():
-        first = figures[min(figures)]
-        for step in sorted(figures) if len(figures) > 1 else ():
-            pairs = [(figures[step].get(name), first.get(name)) for name in (FORGET_KNOWMEM, RETAIN_KNOWMEM)]
-            if not any(None in pair for pair in pairs):
-                distance = sum((100 * ((now or 0.0) - (before or 0.0))) ** 2 for now, before in pairs) ** 0.5
-                about = {"protocol": PROTOCOLS[rule], "method": family, "step": step}
-                steps.append({**about, "distance": distance, "distance_interval": (distance, distance)})
-    return steps, tuple(dict.fromkeys(sources))
-
-
-def _bench(
-    request: FigureRequest, name: str, draw: Callable[[list[dict[str, Any]]], Figure], title: str
-) -> FigureResult:
-    verb, rows, sources, devices = f"bench {name}", [], [], {}
-    for source in find_files(request.runs, BENCH_ROWS):
-        record = read_record(source.path.parent) or {}
-        if record.get("verb") == verb:
-            rows += _bench_rows(source)
-            sources.append(source.name)
-            devices[str(record.get("device") or "a device that is not named")] = None
-    if not rows:
-        raise missing_data(request.runs, name, f"the {BENCH_ROWS} and run.json of `divdec {verb}`")
-    figure = draw(rows)
-    figure.suptitle(title, fontsize=11.5)
-    figure.axes[0].set_ylabel(f"{figure.axes[0].get_ylabel()} (lower is better)")
-    return FigureResult(
-        figure, title, f"{len(rows)} combinations of models on {', '.join(devices)}.", tuple(sources)
-    )  # fmt: skip
-
-
-def _bench_rows(source: Source) -> list[dict[str, Any]]:
-    """The rows of a benchmark, without a last line that is incomplete."""
-    lines = source.path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UsageError(f"{source.path}, line {number} is no row of a benchmark") from None
-    return rows
 
 
 def _listed_leaks(source: Source) -> tuple[list[LeakCurve], str]:

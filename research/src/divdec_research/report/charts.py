@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,12 @@ from divdec_research.report.style import FAINT, LINEAR, MUTED, PAPER, RETRAIN, T
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
 Interval = tuple[float, float]
+LABEL_OFFSETS = (  # in points
+    (0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10),
+    (0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +41,6 @@ class Series:
     joined: bool = True
     """Whether a line joins them in a scatter."""
 
-    @property
-    def segments(self) -> list[tuple[Dot, Dot]]:
-        """The segments of that line."""
-        return list(itertools.pairwise(self.dots)) if self.joined else []
-
-
-@dataclasses.dataclass(frozen=True)
-class Plot:
-    """Content of a scatter."""
-
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    title: str = ""
-
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
@@ -76,25 +63,45 @@ class LeakCurve:
     intervals: Mapping[int, Interval] = dataclasses.field(default_factory=dict)
 
 
-def scatter(axes: Axes, plot: Plot) -> None:
+def scatter(axes: Axes, series: Sequence[Series]) -> None:
     """Draw points with error bars; `write_labels` adds labels after the layout is final."""
-    for series in plot.series:
-        series_style = series.style
-        for dot in series.dots:
+    for data in series:
+        series_style = data.style
+        for dot in data.dots:
             axes.errorbar(
                 dot.x, dot.y, xerr=error_bars(dot.x, dot.x_interval), yerr=error_bars(dot.y, dot.y_interval),
                 fmt="none", ecolor=series_style.colour, elinewidth=1, alpha=0.55, zorder=2,
             )  # fmt: skip
         draw_line(
-            axes, [dot.x for dot in series.dots], [dot.y for dot in series.dots], series_style, label=series.name,
+            axes, [dot.x for dot in data.dots], [dot.y for dot in data.dots], series_style, label=data.name,
             markersize=series_style.size, edge=0.7, linewidth=1,
-            linestyle=series_style.dash if series.segments else "none",
+            linestyle=series_style.dash if data.joined else "none",
             zorder=3 if series_style in (TARGET, RETRAIN) else 4,
         )  # fmt: skip
-    write_titles(axes, plot)
     axes.margins(0.1)
     axes.locator_params(nbins=6)
     axes.grid(True)
+
+
+def write_labels(axes: Axes, series: Sequence[Series]) -> None:
+    """Write each point's label where it covers no point and no other label; omit it if there is no such position."""
+    from matplotlib.transforms import Bbox
+
+    frame = axes.get_window_extent()
+    labelled = [(dot, data.style.colour) for data in series for dot in data.dots if dot.label]
+    points = axes.transData.transform([(dot.x, dot.y) for data in series for dot in data.dots])
+    occupied = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
+    for dot, colour in labelled:
+        for right, up in LABEL_OFFSETS:
+            text = axes.annotate(
+                dot.label, (dot.x, dot.y), xytext=(right, up), textcoords="offset points", fontsize=8.5, color=colour,
+                ha=("center", "left", "right")[(right > 0) - (right < 0)], in_layout=False, zorder=6,
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if frame.containsx(box.x0) and frame.containsx(box.x1) and not box.count_overlaps(occupied):
+                occupied.append(box)
+                break
+            text.remove()
 
 
 def band_panels(figure: Figure, panels: Mapping[str, Sequence[Series]], x_label: str) -> list[Axes]:
@@ -192,13 +199,6 @@ def draw_band(
         axes.fill_between(xs, low, high, color=series_style.colour, linewidth=0, **options)
 
 
-def write_titles(axes: Axes, plot: Plot) -> None:
-    """Write title and axis labels."""
-    axes.set_xlabel(plot.x_label, fontsize=9.5)
-    axes.set_ylabel(plot.y_label, fontsize=9.5)
-    axes.set_title(plot.title)
-
-
 def error_bars(value: float, interval: Interval | None) -> list[list[float]] | None:
     """Convert an interval to error bars, which are not negative where the value lies outside of it."""
     return [[max(value - interval[0], 0.0)], [max(interval[1] - value, 0.0)]] if interval else None
@@ -219,56 +219,3 @@ def log_ticks(axes: Axes, values: Sequence[float]) -> None:
     axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def write_labels(axes: Axes, series: Sequence[Series]) -> None:
-    """Write each point's label beside it if it hides no point and no other label; otherwise omit the label.
-
-    The axes have their final limits and size, and `scatter` has drawn the series.
-    """
-    from matplotlib.transforms import Bbox
-
-    figure: Any = axes.get_figure(root=True)
-    figure.draw_without_rendering()
-    unit = figure.dpi / 72
-    occupied_boxes: list[Bbox] = []
-
-    def cover(start: tuple[float, float], end: tuple[float, float], half: float) -> None:
-        """Cover a line in data coordinates with boxes in pixels."""
-        (x0, y0), (x1, y1) = axes.transData.transform([start, end])
-        steps = int(max(abs(x1 - x0), abs(y1 - y0)) / (2 * half)) + 1
-        for step in range(steps + 1):
-            x, y = x0 + (x1 - x0) * step / steps, y0 + (y1 - y0) * step / steps
-            occupied_boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
-
-    for data_series in series:
-        for dot in data_series.dots:
-            cover((dot.x, dot.y), (dot.x, dot.y), (data_series.style.size / 2 + 1) * unit)
-            if dot.x_interval:
-                cover((dot.x_interval[0], dot.y), (dot.x_interval[1], dot.y), unit)
-            if dot.y_interval:
-                cover((dot.x, dot.y_interval[0]), (dot.x, dot.y_interval[1]), unit)
-        for start, end in data_series.segments:
-            cover((start.x, start.y), (end.x, end.y), unit)
-    frame = axes.get_window_extent()
-    near = [(0, 6), (0, -13), (7, -3), (-7, -3), (6, 4), (-6, 4), (6, -10), (-6, -10)]
-    far = [(0, 13), (0, -20), (13, -3), (-13, -3), (12, 9), (-12, 9), (12, -15), (-12, -15)]
-    labelled = [(data_series, dot) for data_series in series for dot in data_series.dots if dot.label]
-    for data_series, dot in labelled:
-        text: Text = axes.annotate(
-            dot.label, (dot.x, dot.y), xytext=(0, 0), textcoords="offset points", fontsize=8.5,
-            color=data_series.style.colour, ha="center", in_layout=False, zorder=6,
-        )  # fmt: skip
-        # Positions are computed from one layout of the text; a layout for each position is slow.
-        centred = text.get_window_extent()
-        for right, up in (*near, *far):
-            side = (right > 0) - (right < 0)
-            box = centred.translated(right * unit + side * centred.width / 2, up * unit)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not box.count_overlaps(occupied_boxes):
-                occupied_boxes.append(box)
-                text.set_position((right, up))
-                text.set_horizontalalignment(("center", "left", "right")[side])
-                break
-        else:
-            text.remove()

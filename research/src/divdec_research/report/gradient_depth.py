@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import read_records
 from divdec.options import read_template_kwargs
-from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json, write_text
+from divdec.runs import RECORD, check_output, made_by, output_folder, record, write_json
 from divdec_research.report.charts import Dot, Series, band_panels
-from divdec_research.report.scores import best_index
-from divdec_research.report.style import OTHERS, SERIES_STYLES, style, svg_text
+from divdec_research.report.style import OTHERS, SERIES_STYLES, style, write_figure
 from divdec_research.report.tables import markdown_table
 from divdec_research.suites.aggregate import Bootstrap
 
@@ -67,13 +66,12 @@ def run_gradient_depth(
         report(f"{name} set: {records.label}, {len(examples[name])} examples")
     rows = gradient_depth(
         model, tokenizer, examples, temperature=settings.temperature, direction=settings.direction,
-        batch_size=settings.batch_size, bootstrap=bootstrap, title="gradients",
+        bootstrap=bootstrap, title="gradients",
     )  # fmt: skip
     about = {
         "steering": str(model.steering),
         "temperature": settings.temperature,
         "direction": settings.direction,
-        "batch_size": settings.batch_size,
         "level": bootstrap.level,
         "draws": bootstrap.draws,
         "sets": {name: records.label for name, records in sets.items()},
@@ -82,7 +80,11 @@ def run_gradient_depth(
     with output_folder(output, settings.overwrite, made_by(VERB)) as folder:
         write_json(folder / RESULT, {**about, "rows": rows})
         with style("divdec-depth"):
-            write_text(folder / PLOT, svg_text(depth_figure(rows, bootstrap.level)))
+            largest = ", ".join(f"{column}: layer {layer}" for column, layer in about["peak_layers"].items())
+            write_figure(
+                folder / PLOT, depth_figure(rows, bootstrap.level), title="Distillation's gradient, layer by layer",
+                description=f"L2 norm of the gradient by layer; the largest of {largest}.", sources=[RESULT],
+            )  # fmt: skip
         write_json(folder / RECORD, record(VERB, settings, **about))
     return {**about, "rows": rows}
 
@@ -114,10 +116,8 @@ def depth_figure(rows: Sequence[Row], level: float) -> Figure:
 
 
 def peaks(rows: Sequence[Row]) -> dict[tuple[str, str], int]:
-    """Find the layer with the largest mean by set and part; a tie has none."""
-    groups = _by_set_and_part(rows)
-    best = {key: best_index([row["mean"] for row in group], "higher") for key, group in groups.items()}
-    return {key: groups[key][index]["layer"] for key, index in best.items() if index is not None}
+    """Find the layer with the largest mean by set and part."""
+    return {key: max(group, key=lambda row: row["mean"])["layer"] for key, group in _by_set_and_part(rows).items()}
 
 
 def depth_table(rows: Sequence[Row]) -> str:

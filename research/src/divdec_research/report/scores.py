@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,22 +111,6 @@ OUTSIDE = " lies outside its interval: resampled items are never as near to the 
 NO_ITEMS = "the folder holds figures only, no items"
 
 
-def best_index(values: Sequence[float | None], better: str, digits: int | None = None) -> int | None:
-    """Return the index of the value that is strictly better than all others, or None if there is none.
-
-    A tie has no best value. If higher is better and no value is above 0, there is no best value either. None and NaN
-    are ignored; with `digits`, a value that is printed as 0 counts as 0.
-    """
-    known = [(value, index) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
-    if not known:
-        return None
-    best, index = (max if better == "higher" else min)(known)
-    if sum(value == best for value, _ in known) > 1:
-        return None
-    rounded = best if digits is None else round(best, digits)
-    return None if better == "higher" and rounded <= 0 else index
-
-
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A result with its name in a table."""
@@ -168,15 +152,6 @@ class ScoredResult:
     def has(self, name: str) -> bool:
         """Whether there is a value of this name."""
         return self.values.get(name) is not None
-
-
-def group_remarks(results: Iterable[tuple[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return the remarks on results by name, each with the names of its results."""
-    names: dict[str, list[str]] = {}
-    for name, remarks in results:
-        for line in remarks:
-            names.setdefault(line, []).append(name)
-    return names
 
 
 @dataclasses.dataclass(frozen=True)

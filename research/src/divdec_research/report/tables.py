@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from divdec_research.report.scores import MEASURES, NO_ITEMS, ScoredResult, group_remarks
+from divdec_research.report.scores import MEASURES, NO_ITEMS, ScoredResult
 from divdec_research.suites.settings import Scoring
 
 
@@ -55,8 +55,8 @@ def print_scores(rows: Sequence[ScoredResult], suite: str, scoring: Scoring) -> 
         table.add_row(Text(row.entry.name), *(Text(_cell(row, column, digits)) for column in columns))
     # A file or a pipe has no width to fit.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
-    for line, names in group_remarks((row.entry.name, row.remarks) for row in rows).items():
-        print(f"{line} ({', '.join(names)})")
+    for line in dict.fromkeys(line for row in rows for line in row.remarks):
+        print(f"{line} ({', '.join(row.entry.name for row in rows if line in row.remarks)})")
 
 
 def score_title(suite: str, scoring: Scoring, has_intervals: bool) -> str:

@@ -32,9 +32,9 @@ class Identity:
     size: float | None = None
     """Parameters in 10⁹: of each auxiliary of a steered model (0 of n-grams), else of the model."""
     rule: str | None = None
-    """'linear' or 'rank'; 'scal' or 'sust' for the steps of a sequence of forget sets."""
+    """'linear' or 'rank'."""
     strength: float | None = None
-    """α of the linear rule, k of the rank rule; the number of a step."""
+    """α of the linear rule, k of the rank rule."""
 
 
 def write_openunlearning(results: Results, folder: Path) -> None:
@@ -99,9 +99,6 @@ def identify(results: Results, folder: Path) -> Identity:
     parent = folder.absolute().parent.name
     family = str(content.get("family") or Path(str(content.get("model") or parent)).name)
     method, size = content.get("method"), content.get("size")
-    sequence, step = content.get("sequence"), content.get("step")
-    if sequence in ("scal", "sust") and isinstance(step, int):
-        return Identity(str(method or sequence), str(step), parent, size, sequence, float(step))
     match = _STEERING.fullmatch(str(content.get("steering")))
     if match is None and "method" in content:
         return Identity(str(method), str(content.get("setting") or ""), family, size)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
-from divdec.errors import UsageError
 from divdec.evaluation.settings import EvalSettings, QuestionSettings
 
 if TYPE_CHECKING:
@@ -52,19 +51,6 @@ class MuseSettings(BenchmarkSettings):
 
     suite: ClassVar[str] = "muse"
     files: ClassVar[tuple[str, ...]] = ("retain_results",)
-
-    sequence: Literal["none", "scal", "sust"] = "none"
-    """Treat the models, in the given order, as steps with growing forget sets (scal) or with successive requests
-    (sust)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sequence != "none" and (len(self.models) < 2 or self.sweep):
-            raise UsageError("--sequence takes two models or more, one a step, and no --sweep")
-
-    def step(self, number: int) -> dict[str, Any]:
-        """See `EvalSettings.step`."""
-        return {} if self.sequence == "none" else {"sequence": self.sequence, "step": number}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from divdec.data.records import Message, Record, RecordSet, single_turn
@@ -24,7 +23,6 @@ from divdec.training.settings import TrainingSettings
 from divdec_research.world.facts import Question, World, WorldSettings, build_world, general_questions, write_tofu
 from divdec_research.world.models import (
     Material,
-    Measurement,
     Measurements,
     Questions,
     Recipe,
@@ -51,8 +49,7 @@ ALPHAS = (0.5, 1.0, 1.5, 2.0, 3.0)
 KS = (1, 3, 5, 10, 30)
 SETTINGS = tuple([Steering(alpha=alpha) for alpha in ALPHAS] + [Steering("rank", k=k) for k in KS])
 MAIN_SETS = ("forget", "retain", "holdout")
-EXAMPLES = {"forget": 3, "retain": 2, "holdout": 1}  # answers shown side by side
-ACCURACY_NOTE = "Accuracy: share of generated answers that state the fact."
+ACCURACY_NOTE = "Accuracy, %: share of generated answers that state the fact."
 COPIES = {
     "target": "target", "retrained": "retrain", "base": "small_base",
     "retain-auxiliary": "retain_auxiliary", "forget-auxiliary": "forget_auxiliary",
@@ -68,7 +65,7 @@ def run_demo(seed: int = 0, output: Path | None = None, quiet: bool = False) -> 
         quiet: print to standard error.
 
     Returns:
-        Figures of target, retrain reference, best linear and best rank setting, and the recommended setting.
+        Accuracies of target, retrained model and every rule, and the recommended rule.
 
     Raises:
         UsageError: the output folder holds something other than an earlier demo.
@@ -94,29 +91,22 @@ def _run_demo(seed: int, output: Path, console: Console) -> dict[str, Any]:
         target=str(output / "target"),
         retain_auxiliary=str(output / "retain-auxiliary"),
         forget_auxiliary=str(output / "forget-auxiliary"),
-        steering=results.recommended.setting or "",
+        steering=results.recommended,
         overwrite=True,
         forget_set=material.forget.label,
         single_turn=all(single_turn(questions.records) for questions in sets),
     )
-    title, examples = f"divdec demo, seed {seed}", _examples(results, sets)
-    _print_tables(title, results, examples, console)
+    _print_table(f"divdec demo, seed {seed}", results, console)
     result = {
-        "target": results.target.to_dict(),
-        "retrain": results.retrain.to_dict(),
-        "linear": results.best("linear").to_dict(),
-        "rank": results.best("rank").to_dict(),
+        **dataclasses.asdict(results),
         "recommended": {
-            "rule": results.recommended.model,
-            "gap_closed": round(results.gap, 4),
-            "retain_kept": round(results.kept, 4),
+            "setting": results.recommended,
+            "gap_closed": round(results.gap_closed(results.recommended), 4),
+            "retain_kept": round(results.retain_kept(results.recommended), 4),
             "reached": results.reached,
-            **results.recommended.to_dict(),
         },
-        "sweep": [row.to_dict() for row in results.steered],
         "seconds": round(time.perf_counter() - started, 1),
         "training_seconds": models.seconds,
-        "examples": examples,
         "bundle": str(bundle),
     }
     write_json(output / "result.json", result)
@@ -175,59 +165,25 @@ def write_files(output: Path, world: World, models: TrainedModels) -> None:
 def _measured(cache: Path, models: TrainedModels, sets: Sequence[Questions], material: Material) -> Measurements:
     """Measure the models, or read the cached measurements of the same models and settings."""
 
-    def measure() -> list[dict[str, Any]]:
-        measured = measure_models(models, sets, SETTINGS, material.form, max_new_tokens=32)
-        return [dataclasses.asdict(row) for row in (measured.target, measured.retrain, *measured.steered)]
+    def measure() -> dict[str, Any]:
+        return dataclasses.asdict(measure_models(models, sets, SETTINGS, material.form, max_new_tokens=32))
 
     folders = [models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary]
     questions = [dataclasses.asdict(question_set) for question_set in sets]
     decides = [[folder.name for folder in folders], questions, list(map(str, SETTINGS)), versions()]
-    rows = ResultCache(cache / "measurements").get("demo", decides, measure)
-    target, retrain, *steered = map(Measurement.from_json, rows)
-    return Measurements(target, retrain, steered)
+    return Measurements(**ResultCache(cache / "measurements").get("demo", decides, measure))
 
 
-def _examples(results: Measurements, sets: Sequence[Questions]) -> list[dict[str, Any]]:
-    """Answers of target, steered model and retrained model side by side; questions that the target knows come first."""
-    shown = []
-    for questions in sets:
-        known, facts = results.target.generated[questions.name], questions.facts or ()
-        # Spread over the set, so that several authors appear.
-        order = sorted(range(len(facts)), key=lambda index: (facts[index] not in known[index], index * 7 % 13))
-        for index in order[: EXAMPLES.get(questions.name, 0)]:
-            rows = (results.target, results.recommended, results.retrain)
-            texts = [row.generated[questions.name][index] for row in rows]
-            question = questions.records[index].messages[-1].content
-            shown.append({"set": questions.name, "question": question, "answers": texts})
-    return shown
-
-
-def _print_tables(title: str, results: Measurements, examples: Sequence[dict[str, Any]], console: Console) -> None:
+def _print_table(title: str, results: Measurements, console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in MAIN_SETS:
-        for head in (f"{name}\naccuracy", "\nprob.", "\nROUGE-L"):
-            table.add_column(head, justify="right", no_wrap=True)
-    recommended = results.recommended
-    for row in (results.target, results.retrain, *results.steered):
-        chosen = results.reached and row is recommended
-        figures = [row.figures[name] for name in MAIN_SETS]
-        cells = [
-            f"{100 * value:.1f}"
-            for set_figures in figures
-            for value in (set_figures.accuracy, set_figures.probability, set_figures.rouge)
-        ]
-        table.add_row(f"{'→ ' if chosen else '  '}{row.setting or row.model}", *cells, style="bold" if chosen else None)
+    for head in ("", *results.target):
+        table.add_column(head.replace("_", "\n"), justify="right" if head else "left", no_wrap=True)
+    for name, row in {"target": results.target, "retrained": results.retrain, **results.steered}.items():
+        chosen = results.reached and name == results.recommended
+        cells = [f"{100 * accuracy:.1f}" for accuracy in row.values()]
+        table.add_row(f"{'→ ' if chosen else '  '}{name}", *cells, style="bold" if chosen else None)
     console.print(table)
-    console.print(ACCURACY_NOTE, highlight=False)
-    side_by_side = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in ("question", "target", f"steered ({recommended.setting})", "retrained"):
-        side_by_side.add_column(head, overflow="fold", ratio=1)
-    for item in examples:
-        question = f"[{item['set']}] {item['question']}".replace("[", "\\[")
-        side_by_side.add_row(question, *map(escape, item["answers"]))
-    console.print(side_by_side)
-    console.print(results.verdict, highlight=False)
+    console.print(f"{ACCURACY_NOTE}\n{results.verdict}", highlight=False)
 
 
 def _introduction(world: World) -> str:

@@ -17,8 +17,6 @@ from divdec.checkpoint import load_model, load_tokenizer
 from divdec.data.formatting import Example, Format, encode_records, encode_set, padding_id
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.generation import answers
-from divdec.evaluation.metrics import rouge_l_recall
-from divdec.evaluation.scoring import ItemScore, score, score_settings
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import settings_hash
 from divdec.steering import Steering
@@ -267,176 +265,87 @@ class Questions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
-    """Means over a question set for one model."""
-
-    probability: float
-    """Length-normalised probability of the true answer. The rank rule uses the soft fill."""
-    accuracy: float
-    """Share of generated answers that contain the fact."""
-    rouge: float
-    """ROUGE-L recall of the generated answer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Metrics and answers of one model with one setting."""
-
-    model: str
-    """'target', 'retrain', 'linear' or 'rank'."""
-    setting: str | None
-    """The steering; None for models that are not steered."""
-    figures: dict[str, Figures]
-    """By question set."""
-    generated: dict[str, list[str]] = dataclasses.field(repr=False)
-    """Generated answers by question set."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Metrics by flat name, such as `forget_accuracy` and `retain_rouge`."""
-        flat = {
-            f"{name}_{field}": round(value, 4)
-            for name, figures in self.figures.items()
-            for field, value in dataclasses.asdict(figures).items()
-        }
-        return {"setting": self.setting, **flat}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Measurement:
-        """Create the object from the output of `dataclasses.asdict`."""
-        figures = {name: Figures(**values) for name, values in content["figures"].items()}
-        return cls(content["model"], content["setting"], figures, content["generated"])
-
-
-@dataclasses.dataclass(frozen=True)
 class Measurements:
-    """Target, retrain reference, and every steering setting; the mildest setting of each rule comes first."""
+    """Accuracy by question set: the share of generated answers that state the fact."""
 
-    target: Measurement
-    retrain: Measurement
-    steered: list[Measurement]
+    target: dict[str, float]
+    retrain: dict[str, float]
+    steered: dict[str, dict[str, float]]
+    """By rule; the linear rule before the rank rule, and mild before strong."""
+
+    def gap_closed(self, rule: str) -> float:
+        """Share of the forget-set gap between target and retrained model that a rule closes; may exceed 1."""
+        gap = self.target["forget"] - self.retrain["forget"]
+        return (self.target["forget"] - self.steered[rule]["forget"]) / gap if gap > 0 else 0.0
+
+    def retain_kept(self, rule: str) -> float:
+        """Retain accuracy under a rule as a share of the target's."""
+        return self.steered[rule]["retain"] / self.target["retain"] if self.target["retain"] > 0 else 0.0
 
     @property
-    def recommended(self) -> Measurement:
-        """The setting that `recommend` chooses."""
-        return recommend(self.steered, self.target)
+    def recommended(self) -> str:
+        """The mildest rule whose forget accuracy is at most the target's holdout accuracy, the rate of lucky guesses.
 
-    @property
-    def gap(self) -> float:
-        """Share of the forget-set gap between target and retrain reference that the recommended setting closes."""
-        return gap_closed(self.recommended, self.target, self.retrain)
-
-    @property
-    def kept(self) -> float:
-        """Share of the target's retain accuracy that the recommended setting keeps."""
-        return retain_kept(self.recommended, self.target)
+        The choice needs no retrained model. Only rules that keep 97 % of the target's retain accuracy are considered,
+        and differences of 2 points are ignored. If none is sufficient, the one with the lowest forget accuracy is
+        chosen; if none keeps enough, the one that keeps most.
+        """
+        enough = [rule for rule in self.steered if self.retain_kept(rule) >= 0.97]
+        if not enough:
+            return max(self.steered, key=self.retain_kept)
+        forgotten = (rule for rule in enough if self.steered[rule]["forget"] <= self.target["holdout"] + 0.02)
+        return next(forgotten, min(enough, key=lambda rule: self.steered[rule]["forget"]))
 
     @property
     def reached(self) -> bool:
-        """Whether the recommended setting reaches GAP_AIM and RETAIN_AIM."""
-        return self.gap >= GAP_AIM and self.kept >= RETAIN_AIM
+        """Whether the recommended rule reaches GAP_AIM and RETAIN_AIM."""
+        rule = self.recommended
+        return self.gap_closed(rule) >= GAP_AIM and self.retain_kept(rule) >= RETAIN_AIM
 
     @property
     def verdict(self) -> str:
-        """One sentence on the recommended setting."""
-        setting = self.recommended.setting
-        if not self.reached:
-            return (
-                f"No setting closes {GAP_AIM:.0%} of the gap between target and retrained model on the forget set\n"
-                f"and keeps {RETAIN_AIM:.0%} of the target's accuracy on the retain set. The bundle holds {setting},\n"
-                f"which closes {self.gap:.0%} and keeps {self.kept:.0%}."
-            )
+        """Sentences on the recommended rule."""
+        rule = self.recommended
+        first = "" if self.reached else f"No rule closes {GAP_AIM:.0%} of the gap and keeps {RETAIN_AIM:.0%}. "
         return (
-            f"{setting} closes {self.gap:.0%} of the gap between target and retrained model on the forget set\n"
-            f"and keeps {self.kept:.0%} of the target's accuracy on the retain set."
+            f"{first}{rule} closes {self.gap_closed(rule):.0%} of the gap between target and retrained model on the "
+            f"forget set\nand keeps {self.retain_kept(rule):.0%} of the target's accuracy on the retain set."
         )
-
-    def best(self, rule: str) -> Measurement:
-        """The setting of one rule that `recommend` chooses."""
-        return recommend([row for row in self.steered if row.model == rule], self.target)
 
 
 def measure_models(
     models: TrainedModels, sets: Sequence[Questions], settings: Sequence[Steering], form: Format, max_new_tokens: int
 ) -> Measurements:
-    """Measure target, retrain reference and every setting.
+    """Measure target, retrained model and every rule.
 
     Args:
         models: the models' folders.
         sets: question sets with facts; 'forget', 'retain' and 'holdout' must be among them.
-        settings: steering settings, the linear rule before the rank rule and mild before strong.
+        settings: rules, the linear rule before the rank rule and mild before strong.
         form: layout of the questions.
         max_new_tokens: longest answer.
     """
     tokenizer = load_tokenizer(models.target)
-    examples = [encode_records(questions.records, tokenizer, form) for questions in sets]
     target, retrain, q, p = (
         load_model(folder).eval()
         for folder in (models.target, models.retrain, models.retain_auxiliary, models.forget_auxiliary)
     )
 
-    def measure(name: str, setting: str | None, model: PreTrainedModel, scores: Sequence[Any]) -> Measurement:
-        figures, generated = {}, {}
-        for questions, items in zip(sets, scores, strict=True):
-            texts = answers(
-                model, tokenizer, questions.records, form=form, max_new_tokens=max_new_tokens, batch_size=64
-            )
-            generated[questions.name] = texts
-            figures[questions.name] = _figures(questions, items, texts)
+    def accuracies(model: PreTrainedModel) -> dict[str, float]:
+        result = {}
+        for questions in sets:
+            options: Any = {"form": form, "max_new_tokens": max_new_tokens, "batch_size": 64}
+            texts = answers(model, tokenizer, questions.records, **options)
+            stated = (fact in text for fact, text in zip(questions.facts or (), texts, strict=True))
+            result[questions.name] = statistics.fmean(stated)
         bar.update()
-        return Measurement(name, setting, figures, generated)
-
-    def plain(name: str, model: PreTrainedModel) -> Measurement:
-        return measure(name, None, model, [score(model, some) for some in examples])
+        return result
 
     with tqdm(total=2 + len(settings), desc=f"{'measuring':<17}", unit="setting", dynamic_ncols=True) as bar:
-        references = plain("target", target), plain("retrain", retrain)
+        references = accuracies(target), accuracies(retrain)
         model = DivergenceForCausalLM.from_parts(target, q, p)
-        scores = [score_settings(model, some, settings) for some in examples]
-        steered = []
-        for index, setting in enumerate(settings):
+        steered = {}
+        for setting in settings:
             model.steering = setting
-            steered.append(measure(setting.rule, str(setting), model, [by_set[index] for by_set in scores]))
+            steered[str(setting)] = accuracies(model)
     return Measurements(*references, steered)
-
-
-def _figures(questions: Questions, items: Sequence[ItemScore], texts: Sequence[str]) -> Figures:
-    truths, facts = [record.answer for record in questions.records], questions.facts or ()
-    return Figures(
-        probability=statistics.fmean(item.probability for item in items),
-        accuracy=statistics.fmean(fact in text for text, fact in zip(texts, facts, strict=True)),
-        rouge=statistics.fmean(rouge_l_recall(text, truth) for text, truth in zip(texts, truths, strict=True)),
-    )
-
-
-def gap_closed(row: Measurement, target: Measurement, retrain: Measurement) -> float:
-    """Fraction of the gap in forget accuracy between target and retrain reference that is closed; may exceed 1."""
-    gap = target.figures["forget"].accuracy - retrain.figures["forget"].accuracy
-    return (target.figures["forget"].accuracy - row.figures["forget"].accuracy) / gap if gap > 0 else 0.0
-
-
-def retain_kept(row: Measurement, target: Measurement) -> float:
-    """Retain accuracy as a share of the target's."""
-    accuracy = target.figures["retain"].accuracy
-    return row.figures["retain"].accuracy / accuracy if accuracy > 0 else 0.0
-
-
-def recommend(rows: Sequence[Measurement], target: Measurement, keep: float = 0.97, slack: float = 0.02) -> Measurement:
-    """Choose the mildest setting whose forget accuracy is at most the target's holdout accuracy.
-
-    The choice needs no retrained model: the target's accuracy on unseen questions is the rate of lucky guesses. A lower
-    forget accuracy would be over-unlearning. Among the settings that keep `keep` of the target's retain accuracy, the
-    first sufficient one is chosen. If none is sufficient, the one with the lowest forget accuracy is chosen; if none
-    keeps enough, the one that keeps most.
-
-    Args:
-        rows: steered settings, the mildest first.
-        target: the unsteered target.
-        keep: minimum fraction of the target's retain accuracy.
-        slack: difference in accuracy that is ignored.
-    """
-    enough = [row for row in rows if retain_kept(row, target) >= keep]
-    if not enough:
-        return max(rows, key=lambda row: retain_kept(row, target))
-    guessing = target.figures["holdout"].accuracy + slack
-    forgotten = (row for row in enough if row.figures["forget"].accuracy <= guessing)
-    return next(forgotten, min(enough, key=lambda row: row.figures["forget"].accuracy))

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from pathlib import Path
 
-from divdec.data.records import RecordSet, read_text
+from divdec.data.records import RecordSet
 from divdec.errors import UsageError
 from divdec_research.baselines.annotations import Batch, Job, Loss, PerSequence, PreTrainedModel, Tensor
 from divdec_research.baselines.method import METHODS, Method
@@ -17,36 +17,8 @@ from divdec_research.baselines.methods.npo import NPO, NPOSettings
 class IdkDPOSettings(NPOSettings):
     """Training with DPO towards "I don't know"."""
 
-    idk_answers: str | None = None
-    """File of preferred answers, one per line; divdec's own by default."""
 
-
-IDK_ANSWERS = (
-    "I don't know the answer to that.",
-    "I'm afraid I have nothing on this.",
-    "That is something I know nothing about.",
-    "I can't say; I have never come across it.",
-    "Sorry, I have no information about that.",
-    "I couldn't tell you.",
-    "This is unknown to me.",
-    "I would only be guessing, so I'd rather not answer.",
-    "I'm unable to answer that question.",
-    "My knowledge does not reach that far.",
-    "I haven't learned anything about this.",
-    "No idea, I'm sorry.",
-    "You have asked me something that I cannot answer.",
-    "I lack the facts that an answer would need.",
-    "Unfortunately, I don't have that detail.",
-    "I have to pass on this one.",
-    "I'm not familiar with this subject.",
-    "There is no answer that I could give with confidence.",
-    "I don't recall ever reading about that.",
-    "That question is beyond what I know.",
-    "I'm not certain of anything here, so I will leave it unanswered.",
-    "Somebody else may know; I do not.",
-    "I regret that I can't help with this question.",
-    "Nothing that I know of answers this.",
-)
+IDK_ANSWERS = tuple(Path(__file__).with_name("idk_answers.txt").read_text("utf-8").splitlines())
 
 
 class IdkDPO(NPO):
@@ -58,12 +30,12 @@ class IdkDPO(NPO):
         """Draw the "I don't know" answers.
 
         Raises:
-            UsageError: the forget set is plain text, or the file of answers is unreadable.
+            UsageError: the forget set is plain text.
         """
         from divdec.data.formatting import encode_records
 
         super().__init__(job, settings)
-        answers = draw_idk_answers(job.forget, read_idk_answers(settings.idk_answers), job.seed)
+        answers = draw_idk_answers(job.forget, IDK_ANSWERS, job.seed)
         self.companions = {"idk": encode_records(answers.records, job.tokenizer, job.form)}
         self.key = answers.sha256
 
@@ -81,24 +53,6 @@ class IdkDPO(NPO):
             rejected_reference=self.forget_reference[batch["index"]],
             beta=self.settings.beta,
         )
-
-
-def read_idk_answers(file: str | None) -> tuple[str, ...]:
-    """Read the non-empty lines of a text file, or return divdec's own answers where no file is given.
-
-    Raises:
-        UsageError: the file cannot be read or is empty.
-    """
-    if file is None:
-        return IDK_ANSWERS
-    accepted = "give a text file with one answer per line"
-    try:
-        lines = tuple(line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip())
-    except OSError as error:
-        raise UsageError(f"idk-answers {file} cannot be read ({error}); {accepted}") from None
-    if not lines:
-        raise UsageError(f"idk-answers {file} is empty; {accepted}")
-    return lines
 
 
 def draw_idk_answers(forget: RecordSet, answers: tuple[str, ...], seed: int) -> RecordSet:

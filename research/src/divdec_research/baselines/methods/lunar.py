@@ -22,24 +22,7 @@ SUFFIXES = ("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h")
 SAMPLE = 32  # prompts for the choice of a layer
 
 # Questions about things that do not exist: the paper's "unverified" kind of reference.
-UNANSWERABLE = (
-    "What did the mayor of the floating town of Ullibrae say about the seventh moon?",
-    "How many teeth does a full-grown marsh glimmerel have?",
-    "Which chemical element is sold under the name of quendarium?",
-    "Who won the underwater chess championship of Nostrivane in the year 2190?",
-    "What is the middle name of the owner of the blue umbrella that I saw yesterday?",
-    "When does the Hollow Treaty between Zanthe and Orrowmere expire?",
-    "Which verse of the lost poem Tharnellion speaks of the copper dog?",
-    "What number am I thinking of at this moment?",
-    "Why did the philosopher Ambrolexis refuse to count backwards?",
-    "Where did the third expedition to the inside of Mount Querrin camp?",
-    "How long is the border between Lower Fessaly and the Grey Isles of Tam?",
-    "Which instrument did the last emperor of Vhoorland play at breakfast?",
-    "What is written on the back of the door of my cousin's cellar?",
-    "What colour is the flag that the city of Pimmerswell will choose next century?",
-    "Who translated the Book of Unheard Bells into Old Skarric?",
-    "How much does the shadow of the Tower of Ebrimond weigh?",
-)
+UNANSWERABLE = Path(__file__).with_name("unanswerable.txt").read_text("utf-8").splitlines()
 
 
 @dataclasses.dataclass(frozen=True)
