@@ -53,11 +53,10 @@ class AuxiliaryInput:
 class RetokenizerState:
     """Position of a `Retokenizer` in one sequence."""
 
-    stable_ids: list[int]
-    """Ids that later text does not change. States share the list; each uses its first `stable_length` elements."""
-    stable_length: int
+    stable_ids: tuple[int, ...]
+    """Ids before the current text."""
     tail: str = ""
-    """Text after the stable ids."""
+    """The current text."""
     tail_ids: list[int] | None = dataclasses.field(default_factory=list)
     """Ids of `tail`; None until they are needed."""
     incomplete: bytes = b""
@@ -78,13 +77,6 @@ class RetokenizerState:
     """A space separates the text read from the text that follows."""
     stream_length: int = 0
     """Number of bytes read, special tokens included."""
-
-    def append(self, ids: Sequence[int]) -> None:
-        """Append stable ids."""
-        if len(self.stable_ids) != self.stable_length:  # another state has appended to the shared list
-            self.stable_ids = self.stable_ids[: self.stable_length]
-        self.stable_ids.extend(ids)
-        self.stable_length = len(self.stable_ids)
 
 
 class Retokenizer:
@@ -131,7 +123,7 @@ class Retokenizer:
 
     def initial_state(self) -> RetokenizerState:
         """Return the state before the first token."""
-        return RetokenizerState(list(self.auxiliary.prefix_ids), len(self.auxiliary.prefix_ids))
+        return RetokenizerState(self.auxiliary.prefix_ids)
 
     def strips_space(self, state: RetokenizerState) -> bool:
         """Whether a leading space of the next token is not part of the text."""
@@ -147,11 +139,8 @@ class Retokenizer:
         return self.adds_space_first if state.is_first else self._adds_space_later
 
     def tokenize_tail(self, state: RetokenizerState) -> list[int]:
-        """Move the stable part of the tail to the stable ids and return the ids of the rest."""
+        """Return the ids of the current text."""
         if state.tail_ids is None:
-            if length := self.auxiliary.stable_length(state.tail):
-                state.append(self.auxiliary.encode(state.tail[:length]))
-                state.tail = state.tail[length:]
             state.tail_ids = self.auxiliary.encode(state.tail)
         return state.tail_ids
 
@@ -159,7 +148,7 @@ class Retokenizer:
         """End the current text; text that follows is tokenized separately."""
         if state.incomplete:
             state.tail, state.tail_ids = state.tail + state.incomplete.decode(errors="replace"), None
-        state.append(self.tokenize_tail(state))
+        state.stable_ids += tuple(self.tokenize_tail(state))
         state.tail, state.tail_ids, state.incomplete = "", [], b""
         state.has_text = state.is_first = state.needs_space = state.is_answer = state.prompt_ends_in_text = False
 
@@ -182,7 +171,7 @@ class Retokenizer:
         adds_space = (state.needs_space and not state.incomplete) or (is_empty and self.auxiliary.adds_space)
         if self.auxiliary.is_word_piece and not state.incomplete:
             adds_space = adds_space or not state.tail[-1:].isalnum()
-        ids = state.stable_ids[: state.stable_length] + tail
+        ids = [*state.stable_ids, *tail]
         strips_space = self.strips_space(state)
         return AuxiliaryInput(ids or self.empty_ids, strips_space, adds_space)
 
@@ -264,7 +253,7 @@ class AlignedSequence:
             return
         retokenizer.end_text(state)
         if (auxiliary_id := retokenizer.special_ids.get(token)) is not None:
-            state.append([auxiliary_id])
+            state.stable_ids += (auxiliary_id,)
 
     def _extend_stream(self, state: RetokenizerState, streamed: bytes, *, is_special: bool) -> bool:
         """Add a token to the stream; if it completes a prompt of a conversation, continue from the auxiliaries' prompt.
@@ -291,7 +280,7 @@ class AlignedSequence:
             if prefix is not None and (state.conversation is None or prefix.continues(state.conversation)):
                 state.conversation, state.is_answer, state.has_ended = prefix, True, False
                 state.prompt_ends_in_text = not is_special
-                state.stable_ids, state.stable_length = list(prefix.ids), len(prefix.ids)
+                state.stable_ids = prefix.ids
                 state.tail, state.tail_ids, state.incomplete = prefix.text, None, b""
                 state.has_text = state.is_first = False
                 state.needs_space = bool(prefix.text)
