@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from divdec.bridge.token_bytes import (
     PREFIX,
     TokenBytes,
     VocabularyMap,
-    describe_tokenizer,
-    flatten_components,
     special_tokens,
     token_bytes,
 )
@@ -33,8 +30,6 @@ from divdec.data.formatting import common_prefix_length
 from divdec.errors import UsageError
 
 _MIN_COVERAGE = 0.5
-# Normalizers that change characters, not words: a target token can be looked up in its normalized form.
-_CHARACTER_NORMALIZERS = frozenset(("Lowercase", "StripAccents", "BertNormalizer", "NFC", "NFKC"))
 _MAX_STATES = 64  # states that a sequence stores, to which it can be rolled back
 
 
@@ -169,8 +164,6 @@ class Retokenizer:
         tail = self.tokenize_tail(state) + self.auxiliary.encode_bytes(state.incomplete)
         is_empty = not state.tail and not state.incomplete
         adds_space = (state.needs_space and not state.incomplete) or (is_empty and self.auxiliary.adds_space)
-        if self.auxiliary.is_word_piece and not state.incomplete:
-            adds_space = adds_space or not state.tail[-1:].isalnum()
         ids = [*state.stable_ids, *tail]
         strips_space = self.strips_space(state)
         return AuxiliaryInput(ids or self.empty_ids, strips_space, adds_space)
@@ -330,7 +323,7 @@ class DivergenceMapper:
         """
         key = (strip_space, add_space)
         if key not in self._maps:
-            texts = [_at_beginning(text, *key) for text in self._normalized_bytes]
+            texts = [_at_beginning(text, *key) for text in self._bytes]
             self._maps[key] = VocabularyMap.build(texts, self._auxiliary.written_bytes, self._width)
         return self._maps[key]
 
@@ -376,29 +369,6 @@ class DivergenceMapper:
             source = self._sources[key] = torch.from_numpy(self.map(*key).source).to(values.device)
         median = values[:, self._text_tokens].median(dim=-1, keepdim=True).values
         return torch.where(source < 0, median, values[:, source.clamp(min=0)])
-
-    @functools.cached_property
-    def _normalized_bytes(self) -> TokenBytes:
-        """Bytes of the target's tokens as the auxiliaries' tokenizer would normalize them."""
-        normalizers = flatten_components(describe_tokenizer(self._auxiliary.tokenizer)["normalizer"], "normalizers")
-        known = bool(normalizers) and all(part["type"] in _CHARACTER_NORMALIZERS for part in normalizers)
-        word_piece = self._auxiliary.is_word_piece
-        if not known and not word_piece:
-            return self._bytes
-        normalize = self._auxiliary.tokenizer.backend_tokenizer.normalizer.normalize_str if known else str
-        return [text and _normalized(text, normalize, word_piece) for text in self._bytes]
-
-
-def _normalized(text: bytes, normalize: Callable[[str], str], word_piece: bool) -> bytes:
-    """Normalize a target token's text; it is returned unchanged if it is not valid UTF-8 or nothing is left of it."""
-    try:
-        content = normalize(text.decode()).strip(" ")
-    except UnicodeDecodeError:
-        return text
-    if not content:
-        return text
-    has_space = text.startswith(b" ") and (content[0].isalnum() or not word_piece)
-    return (" " * has_space + content).encode()
 
 
 def _at_beginning(text: bytes | None, strip_space: bool, add_space: bool) -> bytes | None:

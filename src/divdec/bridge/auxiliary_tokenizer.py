@@ -23,7 +23,6 @@ class AuxiliaryTokenizer:
         tokenizer: the transformers tokenizer.
         bytes: bytes of each token, by id; None for special tokens.
         written_bytes: the same, but None for a token if texts are written with another token of the same bytes.
-        is_word_piece: the tokens contain no spaces; those that begin a word imply one.
         adds_space: the tokenizer puts a space before a text.
         prefix_ids: special tokens that the tokenizer puts before a text.
     """
@@ -47,7 +46,8 @@ class AuxiliaryTokenizer:
             if text and len(text) == 1:
                 self._byte_tokens.setdefault(text[0], index)
         self.written_bytes = self._written_bytes(set(ids.values()))
-        self.is_word_piece = description["model"]["type"] == "WordPiece"
+        if self.encode("A") == self.encode("a"):  # the target's tokens with capitals would not be steered
+            raise UsageError("the auxiliaries' tokenizer reads capitals as small letters; choose one that keeps them")
         self.adds_space = begins_with_space(self.bytes, self.encode("a"))
         self.prefix_ids = _prefix_ids(tokenizer, self.encode("a"))
 
