@@ -27,9 +27,7 @@ from divdec.serving.request import RequestOutput, RequestTiming, SamplingParams,
 from divdec.serving.schemas import (
     ApiError,
     ChatCompletionRequest,
-    ChatMessageParam,
     CompletionRequest,
-    Conversation,
     NamedToolChoice,
     invalid,
 )
@@ -56,16 +54,12 @@ class Server:
     policy: LogprobPolicy
     metrics: Metrics
 
-    def find_model(self, name: str | None) -> Engine:
-        """Return the engine of a model; without a name, the only one.
+    def find_model(self, name: str) -> Engine:
+        """Return the engine of a model.
 
         Raises:
             ApiError: there is no such model.
         """
-        if name is None and len(self.models) == 1:
-            return next(iter(self.models.values()))
-        if name is None:
-            raise invalid("field 'model' is required: several models are served", "model", "missing_required_parameter")
         if name not in self.models:
             message = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -420,7 +414,12 @@ class ChatCompletion(CompletionCall):
         if body.n > most:
             raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.callable_tools else []
-        prompt = await encode_chat(self.engine, body, body.messages, tools)
+        prompt = await self.engine.encode_chat(
+            [turn.for_template() for turn in body.messages],
+            tools=tools,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
         grammar = await self._grammar()
         # Where a grammar writes calls, it writes the Hermes form.
         response_template = None if grammar is not None else getattr(self.engine.tokenizer, "response_template", None)
@@ -512,19 +511,6 @@ class ChatCompletion(CompletionCall):
             "token": name, "logprob": logprob,
             "bytes": list(self.engine.token_bytes(token)) or None,
         }  # fmt: skip
-
-
-async def encode_chat(
-    engine: Engine, body: Conversation, messages: Sequence[ChatMessageParam], tools: Sequence[Event] = ()
-) -> list[int]:
-    """Tokenize the messages of a request; see `Engine.encode_chat`."""
-    return await engine.encode_chat(
-        [turn.for_template() for turn in messages],
-        tools=tools,
-        generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
