@@ -78,13 +78,12 @@ class HttpServer(uvicorn.Server):
         self._stopping = threading.Event()
         self.on_ready: Callable[[], None] = lambda: None
         host, number = port.getsockname()[:2]
-        scheme = "https" if options.ssl_certfile else "http"
-        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{number}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
         super().__init__(
             uvicorn.Config(
                 create_app(engines, options, self._stopping.is_set, tracer), ws="none", lifespan="off",
                 log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=DRAIN, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
+                timeout_graceful_shutdown=DRAIN,
             )
         )  # fmt: skip
 

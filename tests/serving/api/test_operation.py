@@ -1,13 +1,10 @@
-"""How the server is run: limits, keys, TLS, clients that leave, shutdown, logs, several bundles."""
+"""How the server is run: limits, keys, clients that leave, shutdown, logs, several bundles."""
 
 import importlib.util
 import json
 import re
-import shutil
 import signal
 import socket
-import ssl
-import subprocess
 import threading
 import time
 
@@ -287,43 +284,6 @@ def test_log_prompts_option_logs_prompts(served_bundle, capsys):
         httpx.post(url + PATH, json=SHORT | {"prompt": "an unmistakable prompt"})
     line = json.loads(capsys.readouterr().err.strip().splitlines()[-1])
     assert line["prompt"] == "an unmistakable prompt"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem",
-        ],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return folder
-
-
-def test_tls(served_bundle, certificate, capsys):
-    files = {"ssl_certfile": str(certificate / "cert.pem"), "ssl_keyfile": str(certificate / "key.pem")}
-    trusting = ssl.create_default_context(cafile=files["ssl_certfile"])
-    with serving([engine_of(served_bundle)], **files) as url:
-        assert url.startswith("https://")
-        with (
-            httpx.Client(verify=trusting) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client,
-        ):
-            assert client.completions.create(**SHORT).usage.completion_tokens == 2
-            assert "".join(event.choices[0].text for event in client.completions.create(**SHORT, stream=True))
-    capsys.readouterr()
-    for options in (
-        ["--ssl-certfile", certificate / "key.pem"],
-        ["--ssl-certfile", certificate / "absent.pem"],
-        ["--ssl-keyfile", certificate / "key.pem"],
-        ["--ssl-certfile", certificate / "cert.pem"],
-    ):
-        assert main(["serve", str(served_bundle), *map(str, options)]) == 2
-        assert one_line(capsys)
 
 
 def one_line(capsys):
