@@ -245,21 +245,16 @@ class GenerationRequest(RequestBody):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    NEUTRAL: ClassVar = {**GenerationRequest.NEUTRAL, "suffix": ("",)}
+    NEUTRAL: ClassVar = {**GenerationRequest.NEUTRAL, "suffix": ("",), "best_of": (1,)}
     prompt: Prompt
     max_tokens: int = Field(16, ge=0, le=MAX_INT, description="0 only with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(None, ge=1, le=128)
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0: accepted only with echo, which returns the prompt")
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of is {self.best_of}: accepted: at least n, {self.n}")
-        if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of cannot be streamed; leave out best_of or stream")
         return self
 
 

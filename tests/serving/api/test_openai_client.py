@@ -167,16 +167,6 @@ def test_n_and_seed_parameters(client):
     assert [streamed[index] for index in range(4)] == first
 
 
-def test_best_of_returns_highest_mean_logprob(client):
-    all_of_them = complete(client, temperature=1.5, n=6, seed=3, logprobs=0)
-    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in all_of_them.choices]
-    order = sorted(range(6), key=lambda index: -means[index])
-    best = complete(client, temperature=1.5, n=2, best_of=6, seed=3)
-    assert [choice.text for choice in best.choices] == [all_of_them.choices[index].text for index in order[:2]]
-    assert best.choices[0].logprobs is None
-    assert best.usage.completion_tokens == all_of_them.usage.completion_tokens
-
-
 def test_stop_strings_are_excluded_from_completion(client, greedy):
     text = greedy[1]
     stop = text[6:9]
