@@ -6,7 +6,6 @@ import dataclasses
 import ipaddress
 import socket
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
@@ -85,8 +84,6 @@ class ServeSettings:
             raise UsageError(f"--suppressed-share is {self.suppressed_share:g}; accepted: above 0, at most 1")
         if not self.refusal.strip():
             raise UsageError("--refusal is empty; accepted: the text that replaces a reply")
-        for origin in self.cors_origin:
-            check_origin(origin)
         read_template_kwargs(self.chat_template_kwargs)
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
@@ -102,26 +99,6 @@ class ServeSettings:
     def took_much(self, share: float | None) -> bool:
         """Whether steering took much of a reply with this share; without one nobody knows, and it counts as much."""
         return share is None or not share < self.suppressed_share
-
-
-def check_origin(origin: str) -> None:
-    """Refuse what no browser sends as the origin of a page.
-
-    Raises:
-        UsageError: it is neither '*' nor a scheme with a host and possibly a port.
-    """
-    try:
-        parts = urlsplit(origin)
-        port = "" if parts.port is None else f":{parts.port}"
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        valid = bool(host) and parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{host}{port}"
-    except ValueError:
-        valid = False
-    if origin != "*" and not valid:
-        raise UsageError(
-            f"--cors-origin is {origin!r}; accepted: an origin such as https://chat.example.org or "
-            "http://localhost:3000, in lower case and without a path, or * for every page"
-        )
 
 
 def bind(host: str, port: int) -> socket.socket:

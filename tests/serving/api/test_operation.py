@@ -156,18 +156,6 @@ def test_web_pages_of_given_origins_are_accepted(served_bundle):
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "example.org", "https://example.org/", "https://Example.org", "ftp://a", "null", "", "http://a:x",
-        "http://a:65536", "http://a:080", "http://user@a",
-    ],
-)  # fmt: skip
-def test_invalid_cors_origins_are_refused(tmp_path, capsys, origin):
-    assert main(["serve", str(tmp_path), "--cors-origin", origin]) == 2
-    assert "--cors-origin" in one_line(capsys)
-
-
 def test_figures(url, http):
     before = {name: figure(url, name) for name in ("divdec_prompt_tokens_total", "divdec_requests_total")}
     asked = http.post(PATH, json=SHORT | {"max_tokens": 5, "ignore_eos": True}).json()
