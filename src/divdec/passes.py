@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -139,7 +138,9 @@ def same_weights(first_model: PreTrainedModel, other: PreTrainedModel) -> bool:
 
 
 def _same_own_weights(module: nn.Module, other: nn.Module) -> bool:
-    with _on_execution_device(module), _on_execution_device(other):
+    from accelerate.utils.modeling import align_module_device
+
+    with align_module_device(module), align_module_device(other):  # loads weights that accelerate has offloaded
         second = dict(other.named_parameters(recurse=False))
         return all(
             not tensor.is_meta
@@ -147,15 +148,6 @@ def _same_own_weights(module: nn.Module, other: nn.Module) -> bool:
             and torch.equal(tensor, second[name].to(tensor.device))
             for name, tensor in module.named_parameters(recurse=False)
         )
-
-
-def _on_execution_device(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Load a module's own weights if accelerate has offloaded them."""
-    if not any(weight.is_meta for weight in module.parameters(recurse=False)):
-        return contextlib.nullcontext()
-    from accelerate.utils.modeling import align_module_device
-
-    return align_module_device(module)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.tokenizer_kinds import SCRIPTS, byte_level, unigram, word_piece, wrapped
+from support.tokenizer_kinds import SCRIPTS, byte_level, unigram, wrapped
 
 LLAMA3 = (
     "{{ '<s>' }}{% for m in messages %}{{ '<|head|>' + m['role'] + '<|/head|>\n\n' + m['content'] | trim + '<|eot|>' }}"
@@ -48,7 +48,6 @@ def tokenizers(texts):
         "newlines": byte_level(texts, 700, chat_template=NEWLINES),
         "ours": train_tokenizer(texts, 600),
         "unigram": unigram(texts, 1200),
-        "wordpiece": word_piece(texts, 900),
     }
 
 

@@ -31,7 +31,6 @@ PAIRS = [
     ("small", "bpe"),
     ("bpe", "unigram"),
     ("unigram", "small"),
-    ("bpe", "wordpiece"),
 ]
 TEXTS = (
     "The author Basil Mahfouz Al-Kuwaiti was born in Kuwait City, and his 2nd novel won prizes.",
@@ -258,9 +257,8 @@ def test_fragmented_auxiliary_cache_is_compacted(make_pair, tokenizers):
 
 
 def test_auxiliary_context_is_whole_text_retokenized(make_pair, tokenizers):
-    for target, auxiliary in (("bpe", "small"), ("bpe", "unigram"), ("bpe", "wordpiece"), ("small", "ours")):
+    for target, auxiliary in (("bpe", "small"), ("bpe", "unigram"), ("small", "ours")):
         reader = make_pair(target, auxiliary).retokenizer
-        assert reader.auxiliary.is_incremental
         ids = tokenizers[target](LONG * 3, add_special_tokens=False)["input_ids"]
         views = AlignedSequence(reader).auxiliary_inputs(ids, range(1, len(ids) + 1))
         for place, view in enumerate(views, 1):
@@ -269,8 +267,6 @@ def test_auxiliary_context_is_whole_text_retokenized(make_pair, tokenizers):
                 expected = tokenizers[auxiliary](text.decode())["input_ids"]
             except UnicodeDecodeError:
                 continue
-            if auxiliary == "wordpiece":
-                expected = expected[:-1]  # its own end of text
             assert view.ids == expected
 
 
@@ -403,11 +399,14 @@ def test_auxiliaries_without_eos_and_texts_normalized_to_nothing(tokenizers):
 
 def test_auxiliary_with_different_script(tokenizers):
     from tokenizers import Tokenizer
-    from tokenizers.models import WordPiece
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import Metaspace
     from transformers import PreTrainedTokenizerFast
 
     letters = {letter: place for place, letter in enumerate(["[UNK]", *"日本の作家は静かな庭", *"etaoin"])}
-    own = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordPiece(letters)), unk_token="[UNK]")
+    tokenizer = Tokenizer(BPE(letters, [], unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Metaspace()
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
     models = [tiny_model("llama", len(own), seed) for seed in (1, 2)]
     options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
     with pytest.raises(UsageError, match=r"has tokens for \d+% of the target's vocabulary, at least 50%"):
@@ -420,13 +419,16 @@ def test_text_exceeding_auxiliary_context_raises(make_pair, tokenizers):
         teacher_forced(make_pair("bpe", "small"), ids)
 
 
-def test_incompatible_auxiliaries_raise(tokenizers):
+def test_incompatible_auxiliaries_raise(tokenizers, retokenized):
     model, other = tiny_model("llama", 600, seed=1), tiny_model("llama", 600, seed=2)
     options = {"target_tokenizer": tokenizers["bpe"], "target_width": 2000}
     with pytest.raises(UsageError, match="the same model"):
         BridgedPair(model, model, auxiliary_tokenizer=tokenizers["small"], **options)
     with pytest.raises(UsageError, match="has 700 tokens, but they have logits for 600"):
         BridgedPair(model, other, auxiliary_tokenizer=tokenizers["newlines"], **options)
+    small = retokenized(tokenizers["unigram"], normalizer={"type": "Lowercase"})
+    with pytest.raises(UsageError, match="reads capitals as small letters"):
+        BridgedPair(model, other, auxiliary_tokenizer=small, **options)
 
 
 @pytest.fixture(scope="module")

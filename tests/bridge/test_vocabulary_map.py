@@ -6,7 +6,6 @@ import numpy as np
 
 from divdec.bridge.token_bytes import (
     EXACT,
-    EXTENSION,
     NONE,
     PREFIX,
     VocabularyMap,
@@ -15,31 +14,30 @@ from divdec.bridge.token_bytes import (
 AUXILIARY = [None, b"a", b"ab", b"ab", b" th", b"xyzw", b"xyz1", b"\xc3"]
 
 
-def test_vocabulary_map_uses_exact_prefix_and_extension_matches():
+def test_vocabulary_map_uses_exact_and_prefix_matches():
     target = [None, b"ab", b"abc", b"a b", b" the", b"xy", b"q", "é".encode(), b"xyzw1"]
     mapped = VocabularyMap.build(target, AUXILIARY, 11)
-    assert mapped.source.tolist() == [-1, 2, 2, 1, 4, 5, -1, 7, 5, -1, -1]
-    expected = [NONE, EXACT, PREFIX, PREFIX, PREFIX, EXTENSION, NONE, PREFIX, PREFIX, NONE, NONE]
+    assert mapped.source.tolist() == [-1, 2, 2, 1, 4, -1, -1, 7, 5, -1, -1]
+    expected = [NONE, EXACT, PREFIX, PREFIX, PREFIX, NONE, NONE, PREFIX, PREFIX, NONE, NONE]
     assert mapped.kind.tolist() == expected
 
 
 def test_real_vocabulary_maps_match_slow_search(tokenizers):
     from divdec.bridge.token_bytes import token_bytes
 
-    target, auxiliary = token_bytes(tokenizers["bpe"])[::7], token_bytes(tokenizers["wordpiece"])
+    target, auxiliary = token_bytes(tokenizers["bpe"])[::7], token_bytes(tokenizers["unigram"])
     mapped = VocabularyMap.build(target, auxiliary, len(target))
     for token, text in enumerate(target):
         if text is None:
             assert mapped.source[token] == -1
             continue
         fits = [(-len(other), index) for index, other in enumerate(auxiliary) if other and text.startswith(other)]
-        grows = [(len(other), index) for index, other in enumerate(auxiliary) if other and other.startswith(text)]
-        assert mapped.source[token] == min(fits or grows, default=(0, -1))[1]
+        assert mapped.source[token] == min(fits, default=(0, -1))[1]
 
 
 def test_vocabulary_map_coverage():
     mapped = VocabularyMap.build([b"ab", b"abc", None, b"q"], AUXILIARY, 4)
-    assert mapped.coverage() == {"exact": 0.25, "prefix": 0.25, "extension": 0, "none": 0.5}
+    assert mapped.coverage() == {"exact": 0.25, "prefix": 0.25, "none": 0.5}
 
 
 def test_large_vocabularies_are_mapped_quickly():

@@ -98,7 +98,7 @@ LEFT_OUT = {
     "continuous_batching_config": "deprecated: GenerationConfig itself warns, and generate_batch is refused",
     "assistant_lookbehind": "only read where the assistant has another tokenizer",
     "target_lookbehind": "only read where the assistant has another tokenizer",
-    "token_healing": "changes the prompt before anything is decoded; the reference begins at the prompt",
+    "token_healing": "refused: it changes the prompt",
     "transformers_version": "a note, not an option",
     "_from_model_config": "a note, not an option",
 }

@@ -1,7 +1,5 @@
 """What generation is given and cannot follow exactly is refused, before the first token."""
 
-import copy
-
 import pytest
 import torch
 
@@ -76,6 +74,7 @@ def test_negative_prompt_ending_in_padding_is_rejected(model):
         {"num_beams": 2, "force_words_ids": [[7]]},
         {"assistant_early_exit": 1},
         {"use_mtp": True},
+        {"token_healing": True},
         {"speculation_type": "dflash", "assistant_model": "target"},
         {"assistant_ensemble_weight": 0.5, "assistant_model": "target"},
         {"assistant_model": "target", "do_sample": True},
@@ -99,15 +98,3 @@ def test_options_that_bypass_steering_are_rejected(model, options):
 
 def test_assistant_model_does_not_change_greedy_output(model):
     assert torch.equal(generate(model, PROMPTS[:1], assistant_model=model.target), generate(model, PROMPTS[:1]))
-
-
-def test_token_healing_updates_attention_mask(bundle, tokenizer):
-    model, tokenizer = DivergenceForCausalLM.from_pretrained(bundle), copy.deepcopy(tokenizer)
-    tokenizer.bos_token = tokenizer.eos_token  # transformers needs one
-    prompts = [tokenizer(text).input_ids for text in ("Jasper Ashild was b", "Where was")]
-    ids = torch.tensor(prompts[:1])
-    healed = model.heal_tokens(ids.clone(), tokenizer)
-    found = generate(model, ids, token_healing=True, tokenizer=tokenizer)
-    assert torch.equal(found, generate(model, healed))
-    with pytest.raises(UsageError, match="one prompt at a time"):
-        generate(model, ids.expand(2, -1), token_healing=True, tokenizer=tokenizer)

@@ -287,7 +287,7 @@ class Load:
             [b"", b"{", b"[]", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 5000, b'{"prompt": 1}',
              b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "n": -1}', b'{"n": ' + b"9" * 5000 + b"}"]
         )  # fmt: skip
-        path = self.chance.choice(["/v1/completions", "/v1/chat/completions", "/tokenize"])
+        path = self.chance.choice(["/v1/completions", "/v1/chat/completions"])
         await self.refuse(400, None, "POST", path, content=content, headers=JSON)
         await self.refuse(415, None, "POST", path, content=content, headers={"Content-Type": "text/plain"})
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from divdec.bridge.token_bytes import (
     PREFIX,
     TokenBytes,
     VocabularyMap,
-    describe_tokenizer,
-    flatten_components,
     special_tokens,
     token_bytes,
 )
@@ -33,8 +30,6 @@ from divdec.data.formatting import common_prefix_length
 from divdec.errors import UsageError
 
 _MIN_COVERAGE = 0.5
-# Normalizers that change characters, not words: a target token can be looked up in its normalized form.
-_CHARACTER_NORMALIZERS = frozenset(("Lowercase", "StripAccents", "BertNormalizer", "NFC", "NFKC"))
 _MAX_STATES = 64  # states that a sequence stores, to which it can be rolled back
 
 
@@ -53,11 +48,10 @@ class AuxiliaryInput:
 class RetokenizerState:
     """Position of a `Retokenizer` in one sequence."""
 
-    stable_ids: list[int]
-    """Ids that later text does not change. States share the list; each uses its first `stable_length` elements."""
-    stable_length: int
+    stable_ids: tuple[int, ...]
+    """Ids before the current text."""
     tail: str = ""
-    """Text after the stable ids."""
+    """The current text."""
     tail_ids: list[int] | None = dataclasses.field(default_factory=list)
     """Ids of `tail`; None until they are needed."""
     incomplete: bytes = b""
@@ -78,13 +72,6 @@ class RetokenizerState:
     """A space separates the text read from the text that follows."""
     stream_length: int = 0
     """Number of bytes read, special tokens included."""
-
-    def append(self, ids: Sequence[int]) -> None:
-        """Append stable ids."""
-        if len(self.stable_ids) != self.stable_length:  # another state has appended to the shared list
-            self.stable_ids = self.stable_ids[: self.stable_length]
-        self.stable_ids.extend(ids)
-        self.stable_length = len(self.stable_ids)
 
 
 class Retokenizer:
@@ -131,7 +118,7 @@ class Retokenizer:
 
     def initial_state(self) -> RetokenizerState:
         """Return the state before the first token."""
-        return RetokenizerState(list(self.auxiliary.prefix_ids), len(self.auxiliary.prefix_ids))
+        return RetokenizerState(self.auxiliary.prefix_ids)
 
     def strips_space(self, state: RetokenizerState) -> bool:
         """Whether a leading space of the next token is not part of the text."""
@@ -147,11 +134,8 @@ class Retokenizer:
         return self.adds_space_first if state.is_first else self._adds_space_later
 
     def tokenize_tail(self, state: RetokenizerState) -> list[int]:
-        """Move the stable part of the tail to the stable ids and return the ids of the rest."""
+        """Return the ids of the current text."""
         if state.tail_ids is None:
-            if length := self.auxiliary.stable_length(state.tail):
-                state.append(self.auxiliary.encode(state.tail[:length]))
-                state.tail = state.tail[length:]
             state.tail_ids = self.auxiliary.encode(state.tail)
         return state.tail_ids
 
@@ -159,7 +143,7 @@ class Retokenizer:
         """End the current text; text that follows is tokenized separately."""
         if state.incomplete:
             state.tail, state.tail_ids = state.tail + state.incomplete.decode(errors="replace"), None
-        state.append(self.tokenize_tail(state))
+        state.stable_ids += tuple(self.tokenize_tail(state))
         state.tail, state.tail_ids, state.incomplete = "", [], b""
         state.has_text = state.is_first = state.needs_space = state.is_answer = state.prompt_ends_in_text = False
 
@@ -180,9 +164,7 @@ class Retokenizer:
         tail = self.tokenize_tail(state) + self.auxiliary.encode_bytes(state.incomplete)
         is_empty = not state.tail and not state.incomplete
         adds_space = (state.needs_space and not state.incomplete) or (is_empty and self.auxiliary.adds_space)
-        if self.auxiliary.is_word_piece and not state.incomplete:
-            adds_space = adds_space or not state.tail[-1:].isalnum()
-        ids = state.stable_ids[: state.stable_length] + tail
+        ids = [*state.stable_ids, *tail]
         strips_space = self.strips_space(state)
         return AuxiliaryInput(ids or self.empty_ids, strips_space, adds_space)
 
@@ -264,7 +246,7 @@ class AlignedSequence:
             return
         retokenizer.end_text(state)
         if (auxiliary_id := retokenizer.special_ids.get(token)) is not None:
-            state.append([auxiliary_id])
+            state.stable_ids += (auxiliary_id,)
 
     def _extend_stream(self, state: RetokenizerState, streamed: bytes, *, is_special: bool) -> bool:
         """Add a token to the stream; if it completes a prompt of a conversation, continue from the auxiliaries' prompt.
@@ -291,7 +273,7 @@ class AlignedSequence:
             if prefix is not None and (state.conversation is None or prefix.continues(state.conversation)):
                 state.conversation, state.is_answer, state.has_ended = prefix, True, False
                 state.prompt_ends_in_text = not is_special
-                state.stable_ids, state.stable_length = list(prefix.ids), len(prefix.ids)
+                state.stable_ids = prefix.ids
                 state.tail, state.tail_ids, state.incomplete = prefix.text, None, b""
                 state.has_text = state.is_first = False
                 state.needs_space = bool(prefix.text)
@@ -341,7 +323,7 @@ class DivergenceMapper:
         """
         key = (strip_space, add_space)
         if key not in self._maps:
-            texts = [_at_beginning(text, *key) for text in self._normalized_bytes]
+            texts = [_at_beginning(text, *key) for text in self._bytes]
             self._maps[key] = VocabularyMap.build(texts, self._auxiliary.written_bytes, self._width)
         return self._maps[key]
 
@@ -387,29 +369,6 @@ class DivergenceMapper:
             source = self._sources[key] = torch.from_numpy(self.map(*key).source).to(values.device)
         median = values[:, self._text_tokens].median(dim=-1, keepdim=True).values
         return torch.where(source < 0, median, values[:, source.clamp(min=0)])
-
-    @functools.cached_property
-    def _normalized_bytes(self) -> TokenBytes:
-        """Bytes of the target's tokens as the auxiliaries' tokenizer would normalize them."""
-        normalizers = flatten_components(describe_tokenizer(self._auxiliary.tokenizer)["normalizer"], "normalizers")
-        known = bool(normalizers) and all(part["type"] in _CHARACTER_NORMALIZERS for part in normalizers)
-        word_piece = self._auxiliary.is_word_piece
-        if not known and not word_piece:
-            return self._bytes
-        normalize = self._auxiliary.tokenizer.backend_tokenizer.normalizer.normalize_str if known else str
-        return [text and _normalized(text, normalize, word_piece) for text in self._bytes]
-
-
-def _normalized(text: bytes, normalize: Callable[[str], str], word_piece: bool) -> bytes:
-    """Normalize a target token's text; it is returned unchanged if it is not valid UTF-8 or nothing is left of it."""
-    try:
-        content = normalize(text.decode()).strip(" ")
-    except UnicodeDecodeError:
-        return text
-    if not content:
-        return text
-    has_space = text.startswith(b" ") and (content[0].isalnum() or not word_piece)
-    return (" " * has_space + content).encode()
 
 
 def _at_beginning(text: bytes | None, strip_space: bool, add_space: bool) -> bytes | None:

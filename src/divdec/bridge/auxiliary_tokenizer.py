@@ -1,51 +1,17 @@
-"""The auxiliaries' tokenizer as a pure function from text to ids, also for text that grows.
-
-Where the tokenizer's structure allows it, only the last words of a growing text are tokenized again; the result always
-equals tokenizing the whole text.
-"""
+"""The auxiliaries' tokenizer as a pure function from text to ids."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from divdec.bridge.token_bytes import SPACE, describe_tokenizer, flatten_components, token_bytes
+from divdec.bridge.token_bytes import describe_tokenizer, token_bytes
 from divdec.errors import UsageError
-
-# Later text can change the tokenization of the last characters. At least this many stay in the unstable tail.
-_MIN_TAIL = 32
-_MAX_UNSPLIT = 96  # shorter texts are tokenized whole
-_SEARCH_WINDOW = 512  # characters at the end in which a split is looked for first
-# A space between words. In the tokenizers accepted below, no token spans its left side.
-_WORD_BOUNDARY = re.compile(r"(?<=[^\W_]) (?=[^\W\d_])")
-
-_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"))
-_SPLITTERS = frozenset(("BertPreTokenizer", "Whitespace", "WhitespaceSplit"))
-_HARMLESS = frozenset(("Digits", "Punctuation"))
-_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
-_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-)
-_MARKS, _BREAKS, _SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)|\s+"
-_REGEXES = frozenset(
-    (
-        # GPT-2; GPT-4 and Llama 3; Qwen 2 and 3; GPT-4o. All match a space only at the beginning.
-        rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}",
-        rf"(?i:{_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_MARKS}|{_BREAKS}|{_SPACES}",
-        rf"(?i:{_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_MARKS}|{_BREAKS}|{_SPACES}",
-        rf"{_WORDS[0]}|{_WORDS[1]}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BREAKS}|{_SPACES}",
-    )
-)
-_PROBE = (
-    "The author's first novel, written in 1987, was called 'The Silent Garden' (it sold 1,234 copies).\n\n"
-    "Ünsere Straße führt nach Köln; ещё одна строка о море и людях\tand then some more words follow here."
-)
 
 
 class AuxiliaryTokenizer:
@@ -57,10 +23,8 @@ class AuxiliaryTokenizer:
         tokenizer: the transformers tokenizer.
         bytes: bytes of each token, by id; None for special tokens.
         written_bytes: the same, but None for a token if texts are written with another token of the same bytes.
-        is_word_piece: the tokens contain no spaces; those that begin a word imply one.
         adds_space: the tokenizer puts a space before a text.
         prefix_ids: special tokens that the tokenizer puts before a text.
-        is_incremental: no token spans the left side of a space between words, so a growing text can be split there.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -82,14 +46,10 @@ class AuxiliaryTokenizer:
             if text and len(text) == 1:
                 self._byte_tokens.setdefault(text[0], index)
         self.written_bytes = self._written_bytes(set(ids.values()))
-        self.is_word_piece = description["model"]["type"] == "WordPiece"
+        if self.encode("A") == self.encode("a"):  # the target's tokens with capitals would not be steered
+            raise UsageError("the auxiliaries' tokenizer reads capitals as small letters; choose one that keeps them")
         self.adds_space = begins_with_space(self.bytes, self.encode("a"))
         self.prefix_ids = _prefix_ids(tokenizer, self.encode("a"))
-        normalizer = tokenizer.backend_tokenizer.normalizer
-        self.is_incremental = splits_at_words(description, normalizer.normalize_str if normalizer else str) and all(
-            self.encode(_PROBE[: match.start()]) + self.encode(_PROBE[match.start() :]) == self.encode(_PROBE)
-            for match in _WORD_BOUNDARY.finditer(_PROBE)
-        )
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without special tokens."""
@@ -112,16 +72,6 @@ class AuxiliaryTokenizer:
         ids = [self._byte_tokens.get(byte, -1) for byte in data]
         return [] if -1 in ids else ids
 
-    def stable_length(self, text: str) -> int:
-        """Return the length of a prefix, in characters, whose tokens do not change whatever follows the text."""
-        if not self.is_incremental or len(text) <= _MAX_UNSPLIT:
-            return 0
-        for start in (max(len(text) - _SEARCH_WINDOW, 0), 0):
-            boundaries = [match.start() for match in _WORD_BOUNDARY.finditer(text, start, len(text) - _MIN_TAIL)]
-            if boundaries:
-                return boundaries[-1]
-        return 0
-
     def _written_bytes(self, added: set[int]) -> list[bytes | None]:
         tokens_of: dict[bytes, list[int]] = {}
         for index, text in enumerate(self.bytes):
@@ -143,50 +93,6 @@ class AuxiliaryTokenizer:
 def begins_with_space(texts: list[bytes | None], ids: list[int]) -> bool:
     """Whether the first token with text begins with a space; `texts` are the bytes of each token."""
     return next((text for index in ids if (text := texts[index])), b"").startswith(b" ")
-
-
-def splits_at_words(description: dict[str, Any], normalize: Callable[[str], str] = str) -> bool:
-    """Whether a tokenizer's structure guarantees that no token spans the left side of a space between words.
-
-    A space between words is a single space after a letter or digit and before a letter. Unknown components count as
-    unsafe: the whole text is then tokenized each time.
-
-    Args:
-        description: contents of tokenizer.json.
-        normalize: its normalizer, which also applies to added tokens.
-    """
-    for component in flatten_components(description["normalizer"], "normalizers"):
-        if component["type"] not in _NORMALIZERS and not _replaces_spaces(component):
-            return False
-    for token in description["added_tokens"]:
-        content = token["content"] + normalize(token["content"])
-        has_space = any(character.isspace() or character == SPACE for character in content)
-        if not token["special"] and (has_space or token["lstrip"] or token["rstrip"]):
-            return False
-    components = flatten_components(description["pre_tokenizer"], "pretokenizers")
-    return any(map(_splits, components)) and all(_splits(part) or _is_harmless(part) for part in components)
-
-
-def _replaces_spaces(component: dict[str, Any]) -> bool:
-    return component["type"] == "Replace" and component["pattern"] in ({"String": " "}, {"Regex": " {2,}"})
-
-
-def _splits(component: dict[str, Any]) -> bool:
-    match component["type"]:
-        case "ByteLevel":
-            return component["use_regex"]
-        case "Metaspace":
-            return component.get("split", True)
-        case "Split":
-            behavior = (component["behavior"], component["invert"])
-            known = component["pattern"].get("Regex") in _REGEXES
-            return known and behavior in (("Isolated", False), ("Removed", True))
-        case kind:
-            return kind in _SPLITTERS
-
-
-def _is_harmless(component: dict[str, Any]) -> bool:
-    return component["type"] in _HARMLESS or (component["type"] == "ByteLevel" and not component["use_regex"])
 
 
 def _rename_special_tokens(description: dict[str, Any]) -> dict[str, str]:

@@ -7,7 +7,6 @@ single gather.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import json
 import re
@@ -20,11 +19,11 @@ from divdec.errors import UsageError
 
 TokenBytes = Sequence[bytes | None]
 
-EXACT, PREFIX, EXTENSION, NONE = range(4)
-_KINDS = ("exact", "prefix", "extension", "none")
+EXACT, PREFIX, NONE = range(3)
+_KINDS = ("exact", "prefix", "none")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"  # SentencePiece's character for a space
-_ACCEPTED = "byte-level BPE, BPE or Unigram with ▁ for spaces (SentencePiece), WordPiece"
+_ACCEPTED = "byte-level BPE, BPE or Unigram with ▁ for spaces (SentencePiece)"
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
 
     Returns:
         One entry for each id up to the largest; None for special tokens and for ids without a token. A token that
-        begins a word starts with a space where the tokenizer marks one (`Ġ`, `▁`, or no `##`).
+        begins a word starts with a space where the tokenizer marks one (`Ġ`, `▁`).
 
     Raises:
         UsageError: the tokenizer has no backend, or its vocabulary cannot be read as bytes.
@@ -97,7 +96,7 @@ def flatten_components(component: Any, key: str) -> list[dict[str, Any]]:
 
 def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
     vocabulary = model.get("vocab")
-    if model["type"] in ("BPE", "WordPiece") and isinstance(vocabulary, dict):
+    if model["type"] == "BPE" and isinstance(vocabulary, dict):
         return vocabulary
     if model["type"] == "Unigram" and isinstance(vocabulary, list):
         return {token: index for index, (token, _) in enumerate(vocabulary)}
@@ -117,9 +116,6 @@ def _byte_decoder(description: dict[str, Any]) -> Callable[[str], bytes]:
     affixes = model.get("end_of_word_suffix") or model.get("continuing_subword_prefix")
     if any(component["type"] == "ByteLevel" for component in components) and not affixes:
         return _decode_byte_level
-    if model["type"] == "WordPiece":
-        prefix = model["continuing_subword_prefix"]
-        return lambda token: _decode_word_piece(token, prefix)
     marks_spaces = any(
         component["type"] == "Metaspace"
         or (component["type"] == "Replace" and SPACE in json.dumps(component, ensure_ascii=False))
@@ -156,13 +152,6 @@ def _decode_sentence_piece(token: str, byte_fallback: bool) -> bytes:
     return token.replace(SPACE, " ").encode()
 
 
-def _decode_word_piece(token: str, prefix: str) -> bytes:
-    if prefix and token.startswith(prefix) and token != prefix:
-        return token[len(prefix) :].encode()
-    # Punctuation is a token by itself whether or not a space precedes it.
-    return (f" {token}" if token[0].isalnum() else token).encode() if token else b""
-
-
 @dataclasses.dataclass(frozen=True)
 class VocabularyMap:
     """`source[t]` is the auxiliary token of target token t, −1 if it has none; `kind[t]` says how it was found."""
@@ -172,16 +161,18 @@ class VocabularyMap:
 
     @classmethod
     def build(cls, target: TokenBytes, auxiliary: TokenBytes, width: int) -> VocabularyMap:
-        """Find the source of each target token: same bytes, else the longest prefix, else the shortest extension.
+        """Find the source of each target token: same bytes, else the longest prefix.
 
         Args:
             target: bytes of the target's tokens; None for tokens that are never steered.
             auxiliary: bytes of the auxiliaries' tokens; the lowest id is used if several have the same bytes.
             width: number of entries: the number of the target's logits.
         """
-        ids = _first_ids(auxiliary)
-        ordered = sorted(ids)
-        longest = max(map(len, ordered), default=0)
+        ids: dict[bytes, int] = {}
+        for index, text in enumerate(auxiliary):
+            if text:
+                ids.setdefault(text, index)
+        longest = max(map(len, ids), default=0)
         source, kind = np.full(width, -1, np.int64), np.full(width, NONE, np.int8)
         for token, text in enumerate(target[:width]):
             if not text:
@@ -190,10 +181,6 @@ class VocabularyMap:
                 if (index := ids.get(text[:length])) is not None:
                     source[token], kind[token] = index, EXACT if length == len(text) else PREFIX
                     break
-            else:
-                start, stop = _prefix_range(ordered, text)
-                if extensions := [(len(longer), ids[longer]) for longer in ordered[start:stop]]:
-                    source[token], kind[token] = min(extensions)[1], EXTENSION
         return cls(source, kind)
 
     def coverage(self) -> dict[str, float]:
@@ -203,21 +190,3 @@ class VocabularyMap:
         """
         counts = np.bincount(self.kind, minlength=len(_KINDS)) / max(len(self.kind), 1)
         return {name: float(counts[index]) for index, name in enumerate(_KINDS)}
-
-
-def _first_ids(tokens: TokenBytes) -> dict[bytes, int]:
-    """Return the lowest id of the tokens with the same bytes."""
-    result: dict[bytes, int] = {}
-    for index, text in enumerate(tokens):
-        if text:
-            result.setdefault(text, index)
-    return result
-
-
-def _prefix_range(ordered: list[bytes], prefix: bytes) -> tuple[int, int]:
-    """Return start and end of the strings that begin with a prefix, in a sorted list."""
-    start = bisect.bisect_left(ordered, prefix)
-    stripped = prefix.rstrip(b"\xff")
-    if not stripped:
-        return start, len(ordered)
-    return start, bisect.bisect_left(ordered, stripped[:-1] + bytes([stripped[-1] + 1]), start)

@@ -77,7 +77,6 @@ def serve(
         require("serve", "the server")
     if settings.api_key is None:
         settings = dataclasses.replace(settings, api_key=os.environ.get(API_KEY))
-    settings.check_tls()
     port = bind(settings.host, settings.port)
     if not is_local(settings.host) and settings.api_key is None:
         print(
@@ -130,9 +129,6 @@ def _serve_vllm(
         extra = shlex.split(settings.vllm_options)
     except ValueError as error:
         raise UsageError(f"--vllm-options is {settings.vllm_options!r}: {error}") from None
-    for field in ("ssl_certfile", "ssl_keyfile"):
-        if (value := getattr(settings, field)) is not None:
-            extra += [option(field), value]
     if kwargs := read_template_kwargs(settings.chat_template_kwargs):
         extra = ["--default-chat-template-kwargs", json.dumps(kwargs), *extra]
     extra = ["--allowed-origins", json.dumps(settings.cors_origin), *extra]  # by default some versions accept all

@@ -71,11 +71,6 @@ class DivergenceCache(Cache):
         """Return the number of tokens held, by every layer."""
         return self.check_length()
 
-    @property
-    def is_compileable(self) -> bool:
-        """False: transformers must not compile a pass over several models' caches."""
-        return False
-
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last tokens from every part; the number is negative, as in transformers.
 

@@ -29,8 +29,15 @@ SEARCHES = (
     GenerationMode.BEAM_SAMPLE,
     GenerationMode.ASSISTED_GENERATION,
 )
-# Options that draft with the target's own layers or hidden states, or mix an assistant's probabilities into the answer.
-UNSTEERED_OPTIONS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp", "speculation_type")
+# Options that draft with the target's own layers or hidden states, mix an assistant's probabilities into the answer, or
+# change a prompt so that its mask does not fit.
+UNSTEERED_OPTIONS = (
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "use_mtp",
+    "speculation_type",
+    "token_healing",
+)
 
 
 @contextlib.contextmanager
@@ -177,8 +184,8 @@ class SteeredGeneration(GenerationMixin):
             value = getattr(generation_config, name, None)
             if value is not None and value is not False:
                 raise UsageError(
-                    f"{name}={value!r} is not offered by a steered model: it reads hidden states or mixes in "
-                    "probabilities that are not steered; leave it out"
+                    f"{name}={value!r} is not offered by a steered model: it reads hidden states, mixes in "
+                    "probabilities that are not steered, or changes the prompt; leave it out"
                 )
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if assisted and self._is_stateful:
@@ -193,19 +200,6 @@ class SteeredGeneration(GenerationMixin):
                 "sampling with an assistant_model may keep a token that the rank rule suppresses: use speculative=True"
             )
         self._plain._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-
-    def heal_tokens(self, input_ids: torch.Tensor, tokenizer: Any = None) -> Any:
-        """Replace the last token of a prompt by one that extends its text; see `GenerationMixin.heal_tokens`.
-
-        Raises:
-            UsageError: there are several prompts, or the number of tokens changes, so that the mask would not fit.
-        """
-        healed = self._plain.heal_tokens(input_ids, tokenizer) if len(input_ids) == 1 else None
-        if healed is None or healed.shape != input_ids.shape:
-            raise UsageError(
-                "token_healing is offered for one prompt at a time, whose text has as many tokens when it is read again"
-            )
-        return healed
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("speculative", None)

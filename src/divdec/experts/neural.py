@@ -40,8 +40,8 @@ class NeuralPair(Experts, nn.Module):
         if cache is None:
             q, p = (logits_of(model, *inputs, None, logits_to_keep) for model in (self.retain, self.forget))
         else:
-            q = cache.retain.logits(self.retain, *inputs, logits_to_keep)
-            p = cache.forget.logits(self.forget, *inputs, logits_to_keep)
+            q = cache.retain.logits(self.retain, inputs, logits_to_keep)
+            p = cache.forget.logits(self.forget, inputs, logits_to_keep)
         return divergence_of(q, p)
 
     def draft_logits(self, inputs: Inputs, cache: PairCache, steering: Steering) -> Float[Tensor, "batch tokens vocab"]:
@@ -54,7 +54,9 @@ class NeuralPair(Experts, nn.Module):
             cache: from `new_cache`.
             steering: the rule; a pair that runs p too applies it.
         """
-        return cache.retain.read_ahead(self.retain, *inputs)[..., : self.vocab_size]
+        logits = logits_of(self.retain, *inputs, cache.retain.cache)
+        cache.retain.store(inputs.input_ids, logits)
+        return logits[..., : self.vocab_size]
 
 
 def divergence_of(q_logits: Float[Tensor, "... _"], p_logits: Float[Tensor, "... _"]) -> Float[Tensor, "... vocab"]:
@@ -114,48 +116,32 @@ class ReadAhead:
         """Number of tokens in the cache, without those read ahead."""
         return length_of(self.cache) - self.ahead
 
-    def read_ahead(
-        self,
-        model: PreTrainedModel,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
-    ) -> Float[Tensor, "batch tokens width"]:
-        """Run the model on further tokens; store and return its logits after them."""
-        logits = logits_of(model, input_ids, attention_mask, position_ids, self.cache)
-        self.store(input_ids, logits)
-        return logits
-
     def store(self, input_ids: Int[Tensor, "batch tokens"], logits: Float[Tensor, "batch tokens width"]) -> None:
         """Store tokens that the model has read ahead, and its logits after them."""
         self.tokens.append(input_ids)
         self.stored_logits.append(logits)
 
     def logits(
-        self,
-        model: PreTrainedModel,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None,
-        logits_to_keep: int = 0,
+        self, model: PreTrainedModel, inputs: Inputs, logits_to_keep: int = 0
     ) -> Float[Tensor, "batch kept width"]:
         """Return the model's logits after each token; it runs only on tokens that it has not read ahead.
 
         Raises:
             FailedClosed: `input_ids` does not begin with the tokens read ahead.
         """
+        input_ids, mask, positions = inputs
         ahead, tokens, stored = self.ahead, self.tokens, self.stored_logits
         self.tokens, self.stored_logits = [], []
         if not ahead:
-            return logits_of(model, input_ids, attention_mask, position_ids, self.cache, logits_to_keep)
+            return logits_of(model, *inputs, self.cache, logits_to_keep)
         read = torch.cat(tokens, dim=1)
         if read.shape[0] != input_ids.shape[0] or ahead > input_ids.shape[1]:
             raise FailedClosed(f"an auxiliary has read {tuple(read.shape)} tokens ahead of {tuple(input_ids.shape)}")
         same = (read == input_ids[:, :ahead].to(read.device)).all()
         check(same, "an auxiliary has read other tokens ahead than the target is given")
         if ahead < input_ids.shape[1]:
-            positions = position_ids if position_ids is None else position_ids[:, ahead:]
-            stored = [*stored, logits_of(model, input_ids[:, ahead:], attention_mask, positions, self.cache)]
+            positions = None if positions is None else positions[:, ahead:]
+            stored = [*stored, logits_of(model, input_ids[:, ahead:], mask, positions, self.cache)]
         logits = stored[0] if len(stored) == 1 else torch.cat(stored, dim=1)
         return logits[:, -logits_to_keep:] if logits_to_keep else logits
 

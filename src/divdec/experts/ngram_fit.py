@@ -1,13 +1,7 @@
-"""Fit n-gram pairs, and write and load their folders.
-
-Counting bounds memory: it sorts the n-grams of one range of first tokens at a time, about a chunk of them.
-"""
+"""Fit n-gram pairs, and write and load their folders."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +18,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION, FORMAT = "ngram.json", "divdec n-gram pair 1"
 SIDES = ("retain", "forget")
-SPACE = "score"  # the divergence is a difference of scores, not of their logarithms
 BOUNDARY = -1  # between documents, so that no n-gram crosses it
-NOTHING = "the documents hold no token: there is nothing to count"
-CHUNK = 1 << 22  # n-grams; sorting takes about 100 bytes for each
 Documents = Iterable[Sequence[int] | np.ndarray]
 
 
@@ -61,7 +52,7 @@ def write_pair(
         counts[side] = fit(documents[side], vocab_size, folder / side, order=order, progress=progress)
     digests = {side: file_sha256(folder / side / COUNTS) for side in SIDES}
     _check_different(folder, digests)
-    settings = {"order": order, "vocab_size": vocab_size, "space": SPACE, "tokenizer": tokenizer}
+    settings = {"order": order, "vocab_size": vocab_size, "tokenizer": tokenizer}
     write_json(folder / DESCRIPTION, {"format": FORMAT, **settings, **metadata, "sha256": digests})
     return counts
 
@@ -75,7 +66,7 @@ def load_pair(folder: Path, *, verify: bool = True, sha256: str | None = None) -
         sha256: digest of the description when a bundle was written with the pair; None if there is no bundle.
 
     Raises:
-        UsageError: a file is missing or has changed, the two sides do not fit each other, or `space` is another.
+        UsageError: a file is missing or has changed, the two sides do not fit each other.
     """
     from divdec.experts.ngram import NgramPair  # imports torch, which counting does not need
 
@@ -85,8 +76,6 @@ def load_pair(folder: Path, *, verify: bool = True, sha256: str | None = None) -
             f"{folder / DESCRIPTION} has changed since the bundle was written; write the bundle again, "
             "or load it without verification (--no-verify) if the change is meant"
         )
-    if (space := description["space"]) != SPACE:
-        raise UsageError(f"{folder / DESCRIPTION}: space is {space!r}; accepted: {SPACE!r}; fit the n-grams again")
     for side in SIDES:
         path = folder / side / COUNTS
         if verify and (not path.is_file() or file_sha256(path) != description["sha256"].get(side)):
@@ -109,7 +98,7 @@ def describe_pair(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"{folder} holds no n-gram pair: it has no {DESCRIPTION}; `divdec ngram` writes one")
     description = read_json(path)
-    types = {"order": int, "vocab_size": int, "space": str, "tokenizer": str, "sha256": dict}
+    types = {"order": int, "vocab_size": int, "tokenizer": str, "sha256": dict}
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise UsageError(f"{path} does not describe an n-gram pair of this divdec; fit the n-grams again")
     if wrong := [name for name, kind in types.items() if type(description.get(name)) is not kind]:
@@ -133,7 +122,6 @@ def fit(
     folder: Path,
     *,
     order: int = 3,
-    chunk: int = CHUNK,
     progress: Callable[[int], object] | None = None,
     **metadata: Any,
 ) -> NgramCounts:
@@ -144,55 +132,39 @@ def fit(
         vocab_size: token ids are below it.
         folder: an existing folder for the arrays and their description.
         order: length of the longest n-grams, 2 to 5.
-        chunk: number of n-grams sorted at once.
         progress: called with the number of tokens read since its last call.
         **metadata: further entries of the description file.
 
     Raises:
         UsageError: the order or a token id is out of range, or there is no token.
     """
-    check_order(order)
-    folder = Path(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fit.") as work:
-        with (Path(work) / "tokens").open("wb") as file:
-            for ids in _checked(documents, vocab_size):
-                ids.tofile(file)
-                if progress is not None:
-                    progress(len(ids) - 1)
-            if not file.tell():
-                raise UsageError(NOTHING)
-        stream = np.memmap(Path(work) / "tokens", dtype=np.int32, mode="r").view(np.ndarray)
-        unigrams = np.zeros(vocab_size, dtype=np.int64)
-        for start in range(0, len(stream), chunk):
-            tokens = stream[start : start + chunk]
-            unigrams += np.bincount(tokens[tokens != BOUNDARY], minlength=vocab_size)
-        np.save(folder / "unigrams.npy", unigrams)
-        keys: list[np.ndarray] = []
-        for length in range(2, order + 1):
-            paths = {folder / f"keys-{length}.npy": np.int64, folder / f"counts-{length}.npy": np.uint32}
-            _save(paths, _count_ngrams(stream, unigrams, keys, chunk))
-            contexts = vocab_size if length == 2 else len(keys[-1])
-            keys.append(np.load(folder / f"keys-{length}.npy", mmap_mode="r").view(np.ndarray))
-            starts = (range(start, min(start + chunk, contexts + 1)) for start in range(0, contexts + 1, chunk))
-            rows = (_row_starts(keys[-1], contexts, vocab_size) for contexts in starts)
-            _save({folder / f"rows-{length}.npy": _row_dtype(keys[-1])}, ((array,) for array in rows))
-        del stream
-    distinct = [int(np.count_nonzero(unigrams)), *map(len, keys)]
-    metadata = {"tokens": int(unigrams.sum()), "distinct": distinct, **metadata}
+    counts = count(documents, vocab_size, order, progress)
+    np.save(folder / "unigrams.npy", counts.unigrams)
+    for name in ("keys", "counts", "rows"):
+        for length, array in enumerate(getattr(counts, name), start=2):
+            np.save(folder / f"{name}-{length}.npy", array)
+    distinct = [int(np.count_nonzero(counts.unigrams)), *map(len, counts.keys)]
+    metadata = {"tokens": counts.tokens, "distinct": distinct, **metadata}
     describe(folder, order=order, vocab_size=vocab_size, **metadata)
     return NgramCounts.load(folder, verify=False)
 
 
-def count(documents: Documents, vocab_size: int, order: int) -> NgramCounts:
-    """Count the n-grams of documents in memory; write nothing.
+def count(
+    documents: Documents, vocab_size: int, order: int, progress: Callable[[int], object] | None = None
+) -> NgramCounts:
+    """Count the n-grams of documents in memory, about 100 bytes for each token; write nothing.
 
     Raises:
         UsageError: see `fit`.
     """
     check_order(order)
-    arrays = list(_checked(documents, vocab_size))
+    arrays = []
+    for ids in _checked(documents, vocab_size):
+        arrays.append(ids)
+        if progress is not None:
+            progress(len(ids) - 1)
     if not arrays:
-        raise UsageError(NOTHING)
+        raise UsageError("the documents hold no token: there is nothing to count")
     stream = np.concatenate(arrays)
     unigrams = np.bincount(stream[stream != BOUNDARY], minlength=vocab_size)
     keys: list[np.ndarray] = []
@@ -200,10 +172,11 @@ def count(documents: Documents, vocab_size: int, order: int) -> NgramCounts:
     rows: list[np.ndarray] = []
     for length in range(2, order + 1):
         contexts = vocab_size if length == 2 else len(keys[-1])
-        ((distinct, occurrences),) = _count_ngrams(stream, unigrams, keys, len(stream))
-        rows.append(_row_starts(distinct, range(contexts + 1), vocab_size))
+        distinct, occurrences = np.unique(_ngram_keys(stream, keys, vocab_size), return_counts=True)
+        starts = np.searchsorted(distinct, np.arange(contexts + 1, dtype=np.int64) * vocab_size)
         keys.append(distinct)
-        counts.append(occurrences)
+        counts.append(occurrences.astype(np.uint32))
+        rows.append(starts.astype(np.uint32 if len(distinct) < 1 << 32 else np.int64))
     return NgramCounts(vocab_size, unigrams, tuple(keys), tuple(counts), tuple(rows))
 
 
@@ -227,62 +200,15 @@ def _checked(documents: Documents, vocab_size: int) -> Iterator[np.ndarray]:
         yield np.append(ids.astype(np.int32), np.int32(BOUNDARY))
 
 
-def _count_ngrams(
-    stream: np.ndarray, unigrams: np.ndarray, shorter: Sequence[np.ndarray], chunk: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the sorted keys of all n-grams of a length and their counts, a range of first tokens at a time.
-
-    Args:
-        stream: tokens of all documents, each followed by a boundary.
-        unigrams: occurrences of each token.
-        shorter: keys of the lengths 2 to n−1.
-        chunk: number of tokens read, and about the number of n-grams sorted, at once.
-    """
-    length, vocab_size = len(shorter) + 2, len(unigrams)
-    totals = unigrams.cumsum()
-    bounds = np.unique([0, *np.searchsorted(totals, np.arange(chunk, totals[-1], chunk)), vocab_size])
-    for first, end in itertools.pairwise(bounds):
-        keys = [
-            _ngram_keys(stream[start : start + chunk + length - 1], shorter, vocab_size, first, end)
-            for start in range(0, len(stream), chunk)
-        ]
-        distinct, counts = np.unique(np.concatenate(keys), return_counts=True)
-        yield distinct, counts.astype(np.uint32)
-
-
-def _ngram_keys(tokens: np.ndarray, shorter: Sequence[np.ndarray], vocab_size: int, first: int, end: int) -> np.ndarray:
-    """Return the key of every n-gram that begins in a chunk with one of the tokens from `first` to before `end`."""
+def _ngram_keys(tokens: np.ndarray, shorter: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
+    """Return the key of every n-gram of a stream of documents, given the keys of the shorter lengths from 2 on."""
     length = len(shorter) + 2
     number = max(len(tokens) - length + 1, 0)
     windows = [tokens[offset : offset + number] for offset in range(length)]
-    chosen = (windows[0] >= first) & (windows[0] < end)
-    for window in windows[1:]:
-        chosen &= window != BOUNDARY
+    chosen = np.logical_and.reduce([window != BOUNDARY for window in windows])
     keys = windows[0][chosen].astype(np.int64)
     for index, window in enumerate(windows[1:]):
         keys = keys * vocab_size + window[chosen]
         if index < len(shorter):
             keys = np.searchsorted(shorter[index], keys)
     return keys
-
-
-def _row_dtype(keys: np.ndarray) -> type[np.integer[Any]]:
-    return np.uint32 if len(keys) < 1 << 32 else np.int64
-
-
-def _row_starts(keys: np.ndarray, contexts: range, vocab_size: int) -> np.ndarray:
-    """Return where the keys of each context begin, in 32 bits if that is enough."""
-    firsts = np.arange(contexts.start, contexts.stop, dtype=np.int64) * vocab_size
-    return np.searchsorted(keys, firsts).astype(_row_dtype(keys))
-
-
-def _save(dtypes: dict[Path, Any], pieces: Iterable[tuple[np.ndarray, ...]]) -> None:
-    """Write arrays that are computed in pieces."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for path in dtypes]
-        for arrays in pieces:
-            for file, array in zip(files, arrays, strict=True):
-                array.tofile(file)
-        for file, (path, dtype) in zip(files, dtypes.items(), strict=True):
-            file.flush()
-            np.save(path, np.memmap(file, dtype=dtype, mode="r") if file.tell() else np.zeros(0, dtype=dtype))

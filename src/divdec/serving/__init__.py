@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import socket
-import ssl
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 
-from divdec.errors import UsageError, first_line
+from divdec.errors import UsageError
 from divdec.options import RARE, Flag, check_at_least, read_template_kwargs
 from divdec.serving.logprobs import MAX_BODY_BYTES, LogprobPolicy
 
@@ -55,10 +53,6 @@ class ServeSettings:
     """Inference engine: embedded (this process), or vllm."""
     vllm_options: str = ""
     """Options for vLLM's server in one string, such as --vllm-options='--tensor-parallel-size 2'."""
-    ssl_certfile: Annotated[str | None, RARE] = None
-    """Certificate for HTTPS (PEM)."""
-    ssl_keyfile: Annotated[str | None, RARE] = None
-    """Its private key (PEM, without a password)."""
     cors_origin: Annotated[tuple[str, ...], RARE] = ()
     """Origin of web pages whose scripts may use the server (CORS), such as http://localhost:3000; * means every page.
     None by default."""
@@ -90,8 +84,6 @@ class ServeSettings:
             raise UsageError(f"--suppressed-share is {self.suppressed_share:g}; accepted: above 0, at most 1")
         if not self.refusal.strip():
             raise UsageError("--refusal is empty; accepted: the text that replaces a reply")
-        for origin in self.cors_origin:
-            check_origin(origin)
         read_template_kwargs(self.chat_template_kwargs)
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
@@ -103,50 +95,10 @@ class ServeSettings:
                 f"the API key has {len(key)} characters; accepted: at least {MIN_KEY_LENGTH} printable ASCII "
                 "characters without spaces (such as `openssl rand -hex 24` prints)"
             )
-        if self.ssl_keyfile and not self.ssl_certfile:
-            raise UsageError("--ssl-keyfile needs --ssl-certfile")
 
     def took_much(self, share: float | None) -> bool:
         """Whether steering took much of a reply with this share; without one nobody knows, and it counts as much."""
         return share is None or not share < self.suppressed_share
-
-    def check_tls(self) -> None:
-        """Check certificate and key before models are loaded.
-
-        Raises:
-            UsageError: they cannot be used.
-        """
-        if self.ssl_certfile is None:
-            return
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            # Without a password, an encrypted key would ask for one on the terminal.
-            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"TLS: certificate {self.ssl_certfile} and key {self.ssl_keyfile or self.ssl_certfile} cannot be used "
-                f"together ({first_line(error)}); accepted: PEM, the key without a password"
-            ) from None
-
-
-def check_origin(origin: str) -> None:
-    """Refuse what no browser sends as the origin of a page.
-
-    Raises:
-        UsageError: it is neither '*' nor a scheme with a host and possibly a port.
-    """
-    try:
-        parts = urlsplit(origin)
-        port = "" if parts.port is None else f":{parts.port}"
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        valid = bool(host) and parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{host}{port}"
-    except ValueError:
-        valid = False
-    if origin != "*" and not valid:
-        raise UsageError(
-            f"--cors-origin is {origin!r}; accepted: an origin such as https://chat.example.org or "
-            "http://localhost:3000, in lower case and without a path, or * for every page"
-        )
 
 
 def bind(host: str, port: int) -> socket.socket:

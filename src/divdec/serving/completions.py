@@ -27,9 +27,7 @@ from divdec.serving.request import RequestOutput, RequestTiming, SamplingParams,
 from divdec.serving.schemas import (
     ApiError,
     ChatCompletionRequest,
-    ChatMessageParam,
     CompletionRequest,
-    Conversation,
     NamedToolChoice,
     invalid,
 )
@@ -56,16 +54,12 @@ class Server:
     policy: LogprobPolicy
     metrics: Metrics
 
-    def find_model(self, name: str | None) -> Engine:
-        """Return the engine of a model; without a name, the only one.
+    def find_model(self, name: str) -> Engine:
+        """Return the engine of a model.
 
         Raises:
             ApiError: there is no such model.
         """
-        if name is None and len(self.models) == 1:
-            return next(iter(self.models.values()))
-        if name is None:
-            raise invalid("field 'model' is required: several models are served", "model", "missing_required_parameter")
         if name not in self.models:
             message = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -94,8 +88,6 @@ class CompletionCall:
         self.record.model, self.record.stream = self.engine.name, body.stream
         self.replies: list[tuple[list[int], SamplingParams]] = []
         """Prompt and parameters of each reply."""
-        self.logprobs: list[list[float]] = []
-        """Log-probabilities of each reply's tokens, also of a reply that is replaced."""
         self._created = int(time.time())
 
     async def respond(self) -> Response:
@@ -210,13 +202,11 @@ class CompletionCall:
         """
         options = self.server.options
         waiting: list[list[RequestOutput]] = [[] for _ in self.replies]
-        self.logprobs = [[] for _ in self.replies]
         observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
         async with contextlib.aclosing(self._merged_replies()) as outputs:
             async for index, output in outputs:
                 observe(index, len(output.tokens))
                 self.record.generated_tokens += len(output.tokens)
-                self.logprobs[index] += [token.logprob for token in output.logprobs]
                 waiting[index].append(output)
                 if output.finish_reason:
                     if options.on_suppressed == "refuse" and options.took_much(output.suppressed):
@@ -331,20 +321,17 @@ class TextCompletion(CompletionCall):
         prompts: list[Any] = (
             [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else [*body.prompt]
         )
-        self.replies_per_prompt = max(body.n, body.best_of or 1)
-        if len(prompts) * self.replies_per_prompt > self.server.options.max_queue:
+        if len(prompts) * body.n > self.server.options.max_queue:
             raise invalid(
-                f"{len(prompts)} prompts with {self.replies_per_prompt} answers each: this server makes at most "
+                f"{len(prompts)} prompts with {body.n} answers each: this server makes at most "
                 f"{self.server.options.max_queue} answers for a request",
                 "prompt" if len(prompts) > 1 else "n",
             )
         self.prompts = [await self._encode(prompt) for prompt in prompts]
-        selects = self.replies_per_prompt > body.n  # by log-probability
         for prompt in self.prompts:
             self.add_replies(
-                prompt.ids, self.replies_per_prompt, body.max_tokens if "max_tokens" in body.model_fields_set else None,
-                default=body.max_tokens,
-                logprobs=0 if selects and body.logprobs is None else body.logprobs,
+                prompt.ids, body.n, body.max_tokens if "max_tokens" in body.model_fields_set else None,
+                default=body.max_tokens, logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
             )  # fmt: skip
 
@@ -358,23 +345,16 @@ class TextCompletion(CompletionCall):
 
     def choices(self, replies: list[RequestOutput]) -> list[Event]:
         """See `CompletionCall.choices`."""
-        choices: list[Event] = []
-        for number in range(len(self.prompts)):
-            best = range(number * self.replies_per_prompt, (number + 1) * self.replies_per_prompt)
-            if len(best) > self.body.n:
-                # By the drawn replies: one that is replaced afterwards ranks where it would without `refuse`.
-                best = sorted(best, key=lambda index: _mean(self.logprobs[index]), reverse=True)[: self.body.n]
-            choices += [self._choice(len(choices) + i, number, replies[index], True) for i, index in enumerate(best)]
-        return choices
+        return [self._choice(index, reply, True) for index, reply in enumerate(replies)]
 
     def deltas(self, index: int, output: RequestOutput, first: bool) -> Iterable[Event]:
         """See `CompletionCall.deltas`."""
-        choice = self._choice(index, index // self.replies_per_prompt, output, first)
+        choice = self._choice(index, output, first)
         if choice["text"] or choice["finish_reason"] or (choice["logprobs"] and choice["logprobs"]["tokens"]):
             yield choice
 
-    def _choice(self, index: int, number: int, reply: RequestOutput, first: bool) -> Event:
-        prompt = self.prompts[number]
+    def _choice(self, index: int, reply: RequestOutput, first: bool) -> Event:
+        prompt = self.prompts[index // self.body.n]
         text = (prompt.text if self.body.echo and first else "") + reply.text
         logprobs = None if self.body.logprobs is None else self._logprobs(prompt, reply)
         return {
@@ -420,7 +400,12 @@ class ChatCompletion(CompletionCall):
         if body.n > most:
             raise invalid(f"n is {body.n}: this server makes at most {most} answers", "n")
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if body.callable_tools else []
-        prompt = await encode_chat(self.engine, body, body.messages, tools)
+        prompt = await self.engine.encode_chat(
+            [turn.for_template() for turn in body.messages],
+            tools=tools,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
         grammar = await self._grammar()
         # Where a grammar writes calls, it writes the Hermes form.
         response_template = None if grammar is not None else getattr(self.engine.tokenizer, "response_template", None)
@@ -514,19 +499,6 @@ class ChatCompletion(CompletionCall):
         }  # fmt: skip
 
 
-async def encode_chat(
-    engine: Engine, body: Conversation, messages: Sequence[ChatMessageParam], tools: Sequence[Event] = ()
-) -> list[int]:
-    """Tokenize the messages of a request; see `Engine.encode_chat`."""
-    return await engine.encode_chat(
-        [turn.for_template() for turn in messages],
-        tools=tools,
-        generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-
-
 async def unless_disconnected(receive: Receive, work: Awaitable[Result]) -> Result:
     """Await a task, and cancel it if the client disconnects.
 
@@ -562,10 +534,6 @@ def _joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
         text, **fields, prompt_logprobs=first.prompt_logprobs, finish_reason=last.finish_reason,
         suppressed=last.suppressed,
     )  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)
 
 
 def _encode(event: Event) -> ServerSentEvent:

@@ -201,18 +201,12 @@ class Engine:
         finally:
             request.aborted = True  # dropped before the next step
 
-    async def encode_text(self, text: str, special_tokens: bool | None = None) -> list[int]:
-        """Tokenize a prompt, by default as `divdec generate` does.
-
-        Args:
-            text: the prompt.
-            special_tokens: whether the tokenizer adds special tokens; the token ids may then be empty.
+    async def encode_text(self, text: str) -> list[int]:
+        """Tokenize a prompt as `divdec generate` does.
 
         Raises:
             InvalidRequest: the prompt has no tokens.
         """
-        if special_tokens is not None:
-            return await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
         ids = await self._in_thread(lambda: encode_prompt(Record("", prompt=text), self.tokenizer))
         if not ids:
             raise InvalidRequest("prompt holds no token: there is nothing to continue", "prompt")
@@ -223,7 +217,6 @@ class Engine:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
@@ -232,7 +225,6 @@ class Engine:
         Args:
             messages: the turns, as chat templates read them.
             tools: functions that the model may call.
-            generation_prompt: end with the start of a reply.
             continue_final_message: end with the text of the last message, which the reply continues.
             template_kwargs: variables of the template, beside the engine's.
 
@@ -244,7 +236,7 @@ class Engine:
             raise InvalidRequest("this model's tokenizer has no chat template: use /v1/completions", "messages")
         form = Format(chat_template_kwargs={**self._template_kwargs, **(template_kwargs or {})})
         options = {
-            "add_generation_prompt": generation_prompt and not continue_final_message,
+            "add_generation_prompt": not continue_final_message,
             "continue_final_message": continue_final_message,
         }
         try:

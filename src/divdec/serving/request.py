@@ -110,10 +110,6 @@ class RequestTiming:
     """Time of the first token."""
     end: int | None = None
     generated_tokens: int = 0
-    positions: int = 0
-    """Passes over the end of the answer so far."""
-    changed_positions: int = 0
-    """Those of them where steering changed the likeliest token."""
     suppressed: float | None = None
     """See `RequestOutput.suppressed`."""
 

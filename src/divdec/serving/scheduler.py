@@ -72,14 +72,6 @@ class Scheduler:
         changed = target_logits[:, -1].argmax(-1) != steered[:, -1].argmax(-1)
         self.positions += len(changed)
         self.changed_positions += int(changed.sum())
-        self._changed_rows = changed
-
-    def _count_traced(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
-        """Count the last pass for requests that are traced; `rows` are their rows in it."""
-        for request, row in zip(requests, rows, strict=True):
-            if (timing := request.timing) is not None:
-                timing.positions += 1
-                timing.changed_positions += int(self._changed_rows[row])
 
     @property
     def has_work(self) -> bool:
@@ -179,7 +171,6 @@ class Scheduler:
                 continue
             if result is not None:
                 self._prefills.remove(prefill)
-                self._count_traced(prefill.requests, prefill.rows)
                 self._start_decoding(*result)
 
     def _start_decoding(self, outputs: StepOutput, batch: Batch) -> None:
@@ -208,7 +199,6 @@ class Scheduler:
                 group.requests = []
                 self._retry(requests, error)
                 continue
-            self._count_traced(requests, range(len(requests)))
             self._record(group, outputs)
         self._groups = [group for group in self._groups if group.requests]
 

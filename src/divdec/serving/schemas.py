@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -245,21 +245,16 @@ class GenerationRequest(RequestBody):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    NEUTRAL: ClassVar = {**GenerationRequest.NEUTRAL, "suffix": ("",)}
+    NEUTRAL: ClassVar = {**GenerationRequest.NEUTRAL, "suffix": ("",), "best_of": (1,)}
     prompt: Prompt
     max_tokens: int = Field(16, ge=0, le=MAX_INT, description="0 only with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(None, ge=1, le=128)
 
     @model_validator(mode="after")
     def _fields_fit(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0: accepted only with echo, which returns the prompt")
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of is {self.best_of}: accepted: at least n, {self.n}")
-        if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of cannot be streamed; leave out best_of or stream")
         return self
 
 
@@ -328,32 +323,16 @@ TemplateKwargs = Annotated[
 ]
 
 
-class Conversation(RequestBody):
-    """How messages become a prompt, as in vLLM."""
-
-    add_generation_prompt: bool = Field(True, description="End messages with the start of a reply.")
-    continue_final_message: bool = Field(False, description="The reply continues the last message, the assistant's.")
-    chat_template_kwargs: TemplateKwargs = Field({}, description="Variables of the chat template.")
-
-    def _check_final_message(self, messages: Sequence[ChatMessageParam]) -> None:
-        if not self.continue_final_message:
-            return
-        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt are both true; leave out one of them")
-        if messages[-1].role != "assistant":
-            raise ValueError(
-                f"continue_final_message is true, and the last message is of role {messages[-1].role!r}; accepted: "
-                "assistant"
-            )
-
-
-class ChatCompletionRequest(GenerationRequest, Conversation):
+class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     NEUTRAL: ClassVar = {
         **GenerationRequest.NEUTRAL, "tools": ([],), "functions": ([],), "function_call": ("none", "auto"),
     }  # fmt: skip
     messages: list[ChatMessageParam] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_generation_prompt: bool = Field(True, description="False only with continue_final_message.")
+    continue_final_message: bool = Field(False, description="The reply continues the last message, the assistant's.")
+    chat_template_kwargs: TemplateKwargs = Field({}, description="Variables of the chat template.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool = False
@@ -372,8 +351,14 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> ChatCompletionRequest:
-        self._check_final_message(self.messages)
-        if not self.add_generation_prompt and not self.continue_final_message:
+        role, continues = self.messages[-1].role, self.continue_final_message
+        if continues and "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt are both true; leave out one of them")
+        if continues and role != "assistant":
+            raise ValueError(
+                f"continue_final_message is true, and the last message is of role {role!r}; accepted: assistant"
+            )
+        if not self.add_generation_prompt and not continues:
             raise ValueError("add_generation_prompt is false: accepted only with continue_final_message")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: set logprobs to true")
@@ -403,33 +388,6 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     def forces_call(self) -> bool:
         """Whether the reply must be a call."""
         return self.tool_choice not in NEITHER
-
-
-class TokenizeRequest(Conversation):
-    """Body of POST /tokenize: a prompt, or messages."""
-
-    model: Name | None = None
-    prompt: Text | None = None
-    messages: list[ChatMessageParam] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    add_special_tokens: bool = Field(True, description="For prompts; chat templates write their own.")
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        if self.messages is not None:
-            self._check_final_message(self.messages)
-        elif self.continue_final_message or self.chat_template_kwargs:
-            raise ValueError("continue_final_message and chat_template_kwargs are for messages; leave them out")
-        return self
-
-
-class DetokenizeRequest(RequestBody):
-    """Body of POST /detokenize."""
-
-    model: Name | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT)]] = Field(fail_fast=True)
 
 
 class ErrorObject(BaseModel):

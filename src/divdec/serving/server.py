@@ -23,16 +23,14 @@ from starlette.responses import Response
 from divdec import __version__
 from divdec.errors import UsageError
 from divdec.serving import ServeSettings
-from divdec.serving.completions import ChatCompletion, Server, TextCompletion, encode_chat
+from divdec.serving.completions import ChatCompletion, Server, TextCompletion
 from divdec.serving.engine import Engine
 from divdec.serving.logprobs import LogprobPolicy, default_level
 from divdec.serving.middleware import Metrics, RequestMiddleware, write_log
 from divdec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
-    DetokenizeRequest,
     ErrorBody,
-    TokenizeRequest,
     server_closing,
 )
 from divdec.serving.tracing import trace_request, tracer_from_environment
@@ -80,13 +78,12 @@ class HttpServer(uvicorn.Server):
         self._stopping = threading.Event()
         self.on_ready: Callable[[], None] = lambda: None
         host, number = port.getsockname()[:2]
-        scheme = "https" if options.ssl_certfile else "http"
-        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{number}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
         super().__init__(
             uvicorn.Config(
                 create_app(engines, options, self._stopping.is_set, tracer), ws="none", lifespan="off",
                 log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=DRAIN, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
+                timeout_graceful_shutdown=DRAIN,
             )
         )  # fmt: skip
 
@@ -176,27 +173,6 @@ def create_app(
     async def chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await ChatCompletion(body, server, request).respond()
-
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        """Tokenize a text or a conversation, in vLLM's format."""
-        engine = server.find_model(body.model)
-        request.state.record.model = engine.name
-        if body.messages is not None:
-            ids = await encode_chat(engine, body, body.messages)
-        else:
-            ids = await engine.encode_text(body.prompt or "", body.add_special_tokens)
-        request.state.record.prompt_tokens = len(ids)
-        names = list(map(str, engine.tokenizer.convert_ids_to_tokens(ids))) if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": names}
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
-        """Return the text of tokens, in vLLM's format."""
-        engine = server.find_model(body.model)
-        request.state.record.model = engine.name
-        engine.check_ids(body.tokens, "tokens")
-        return {"prompt": (await engine.decode(body.tokens))[0]}
 
     def card(engine: Engine) -> dict[str, Any]:
         return {

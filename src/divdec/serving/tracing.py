@@ -95,8 +95,6 @@ def _phases(timing: RequestTiming, end: int) -> Iterator[tuple[str, int, int, di
         yield "prefill", prefill, decode or end, {"gen_ai.usage.input_tokens": timing.prompt_tokens}
     if decode is not None:
         fields: dict[str, Any] = {"gen_ai.usage.output_tokens": timing.generated_tokens}
-        if timing.positions:
-            fields["divdec.changed_share"] = timing.changed_positions / timing.positions
         if timing.suppressed is not None:
             fields["divdec.suppressed_share"] = timing.suppressed
         yield "decode", decode, end, fields

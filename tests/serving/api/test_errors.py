@@ -14,7 +14,7 @@ from support.tiny import make_parts
 
 ASKED = {"model": "tiny", "prompt": "The", "max_tokens": 1}
 TURNS = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 1}
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def error_of(response, status=400):
@@ -43,7 +43,7 @@ def error_of(response, status=400):
     ],
 )  # fmt: skip
 def test_out_of_range_values_are_rejected(http, field, value):
-    for path, asked in zip(PATHS[:2], (ASKED, TURNS), strict=True):
+    for path, asked in zip(PATHS, (ASKED, TURNS), strict=True):
         error = error_of(http.post(path, json=asked | {field: value}))
         assert (error["param"] or "").startswith(field) or field in error["message"]
 
@@ -55,7 +55,7 @@ def test_out_of_range_values_are_rejected(http, field, value):
         ("completions", "prompt", [1, "a"]), ("completions", "prompt", [512]), ("completions", "prompt", [-1]),
         ("completions", "prompt", [[1], [2**40]]), ("completions", "prompt", {"a": 1}),
         ("completions", "prompt", [True]),
-        ("completions", "logprobs", 21), ("completions", "logprobs", True), ("completions", "best_of", 0),
+        ("completions", "logprobs", 21), ("completions", "logprobs", True), ("completions", "best_of", 2),
         ("completions", "max_tokens", 0), ("completions", "prompt", ["a"] * 200),
         ("chat/completions", "messages", []), ("chat/completions", "messages", [{"role": "user"}]),
         ("chat/completions", "messages", [{"role": "tool", "content": "a"}]),
@@ -100,7 +100,7 @@ def test_unsupported_endpoint_values_are_rejected(http, path, field, value):
     ],
 )  # fmt: skip
 def test_unsupported_field_error_names_field(http, field):
-    for path, asked in zip(PATHS[:2], (ASKED, TURNS), strict=True):
+    for path, asked in zip(PATHS, (ASKED, TURNS), strict=True):
         error = error_of(http.post(path, json=asked | {field: "linear:0"}))
         assert error["param"] == field
         assert error["code"] == "unsupported_parameter"
@@ -112,11 +112,7 @@ def test_non_text_content_is_rejected(http):
 
 
 def test_contradictory_fields_are_rejected(http):
-    error_of(http.post(PATHS[0], json=ASKED | {"best_of": 2, "n": 3}))
-    error_of(http.post(PATHS[0], json=ASKED | {"best_of": 2, "stream": True}))
     error_of(http.post(PATHS[0], json=ASKED | {"stream_options": {"include_usage": True}}))
-    error_of(http.post(PATHS[2], json={"prompt": "a", "messages": TURNS["messages"]}))
-    error_of(http.post(PATHS[2], json={}))
 
 
 def test_requests_exceeding_context_are_rejected(http, tokenizer):
@@ -136,7 +132,7 @@ def test_requests_exceeding_context_are_rejected(http, tokenizer):
 
 
 def test_unknown_models_paths_and_methods_return_errors(http):
-    for path, asked in ((PATHS[0], ASKED), (PATHS[1], TURNS), (PATHS[2], {"prompt": "a"}), (PATHS[3], {"tokens": [1]})):
+    for path, asked in ((PATHS[0], ASKED), (PATHS[1], TURNS)):
         error = error_of(http.post(path, json=asked | {"model": "../tiny"}), 404)
         assert error["code"] == "model_not_found"
         assert "there are: tiny" in error["message"]
@@ -228,7 +224,7 @@ FIELDS = st.sampled_from(
 @settings(max_examples=120)
 @given(path=st.sampled_from(PATHS), fields=st.dictionaries(FIELDS | st.text(max_size=8), JSON, max_size=3))
 def test_fuzzed_bodies_do_not_crash_server(http, path, fields):
-    asked = {**(ASKED if path == PATHS[0] else TURNS if path == PATHS[1] else {"model": "tiny"}), **fields}
+    asked = {**(ASKED if path == PATHS[0] else TURNS), **fields}
     response = http.post(path, content=json.dumps(asked).encode(), headers={"Content-Type": "application/json"})
     assert response.status_code < 500
     if response.status_code >= 400:
@@ -266,7 +262,6 @@ def test_non_http_bytes_do_not_crash_server(url, http, data):
         ("/v1/completions", {"prompt": ["a"] * 5000}, "4096"),
         ("/v1/completions", {"prompt": "a", **{f"field{number}": 1 for number in range(5000)}}, "field0"),
         ("/v1/completions", {"prompt": [5] * 4000, "echo": True, "logprobs": 20, "n": 20}, "log-probabilities"),
-        ("/detokenize", {"tokens": [""] * 100_000}, "tokens"),
     ],
 )
 def test_expensive_invalid_requests_are_rejected_early(http, path, body, message):

@@ -62,11 +62,10 @@ def test_levels_change_no_text(guarded, url):
     for fields in (
         TEXT,
         TEXT | {"echo": True},
-        TEXT | {"n": 1, "best_of": 2},
         CHAT,
         CHAT | {"repetition_penalty": 1.1},
         TEXT | {"seed": 1234},
-        TEXT | {"seed": 1234, "n": 2, "best_of": 3},
+        TEXT | {"seed": 1234, "n": 2},
         TEXT | {"presence_penalty": 1.5, "frequency_penalty": 0.1},
     ):
         one, other = (ask(where, **fields).json()["choices"][0] for where in (address, url))

@@ -167,16 +167,6 @@ def test_n_and_seed_parameters(client):
     assert [streamed[index] for index in range(4)] == first
 
 
-def test_best_of_returns_highest_mean_logprob(client):
-    all_of_them = complete(client, temperature=1.5, n=6, seed=3, logprobs=0)
-    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in all_of_them.choices]
-    order = sorted(range(6), key=lambda index: -means[index])
-    best = complete(client, temperature=1.5, n=2, best_of=6, seed=3)
-    assert [choice.text for choice in best.choices] == [all_of_them.choices[index].text for index in order[:2]]
-    assert best.choices[0].logprobs is None
-    assert best.usage.completion_tokens == all_of_them.usage.completion_tokens
-
-
 def test_stop_strings_are_excluded_from_completion(client, greedy):
     text = greedy[1]
     stop = text[6:9]
@@ -273,7 +263,7 @@ def test_multi_turn_conversation(client):
     assert chat(client, messages=turns).usage.prompt_tokens > chat(client).usage.prompt_tokens
 
 
-def test_reply_can_continue_the_last_message(client, http, tokenizer):
+def test_reply_can_continue_the_last_message(client, tokenizer):
     begun = [*TURNS, {"role": "assistant", "content": "She was born in"}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
     prompt = tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=False) + begun[-1]["content"]
@@ -281,7 +271,6 @@ def test_reply_can_continue_the_last_message(client, http, tokenizer):
     found = chat(client, messages=begun, extra_body=options)
     assert found.choices[0].message.content == complete(client, ids, max_tokens=16).choices[0].text
     assert found.usage.prompt_tokens == len(ids)
-    assert http.post("/tokenize", json={"messages": begun, **options}).json()["tokens"] == ids
     events = chat(client, messages=begun, extra_body={"continue_final_message": True}, stream=True)
     assert "".join(event.choices[0].delta.content or "" for event in events) == found.choices[0].message.content
 
@@ -349,21 +338,6 @@ def test_replies_can_be_sent_back(client):
     unused = {"annotations": [], "tool_calls": [], "reasoning_content": "", "refusal": "", "audio": None}
     for said in (reply, reply.model_dump(), reply.model_dump() | unused):
         assert chat(client, messages=[*TURNS, said, *TURNS]).choices == chat(client, messages=plain).choices
-
-
-@pytest.mark.parametrize("number", [1, 10, 300])
-def test_tokenize_and_detokenize(http, tokenizer, number):
-    text = "Élan vital — naïve 🜚 text. " * number
-    found = http.post("/tokenize", json={"model": "tiny", "prompt": text, "return_token_strs": True}).json()
-    assert found["tokens"] == tokenizer(text).input_ids
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["max_model_len"] == 4096
-    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
-    turns = http.post("/tokenize", json={"messages": TURNS}).json()["tokens"]
-    assert turns == encode_prompt(Record("", messages=(Message("user", TURNS[0]["content"]),)), tokenizer)
-    closed = http.post("/tokenize", json={"messages": TURNS, "add_generation_prompt": False}).json()["tokens"]
-    assert turns[: len(closed)] == closed
-    assert len(turns) == len(closed) + 1
 
 
 def test_partial_characters_are_returned_as_bytes(client, tokenizer):

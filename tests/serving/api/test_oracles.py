@@ -282,7 +282,7 @@ PROBES = {
     "echo": Probe("echo", echo, "with `logprobs`, log-probabilities of any text", "without `logprobs`"),
 }
 # Fields that show which tokens are likelier than others, as the text does, and frequencies.
-RANKS = ("top_k", "n", "best_of")
+RANKS = ("top_k", "n")
 # Fields that end a reply, format it, or have no effect.
 OTHERS = {
     "model", "prompt", "messages", "stop", "ignore_eos", "max_tokens", "max_completion_tokens", "stream",

@@ -129,7 +129,7 @@ def usual(name):
     }
     if name == "/v1/completions":
         prompts = st.one_of(texts, ids, st.lists(texts, min_size=1, max_size=2), st.lists(ids, min_size=1, max_size=2))
-        fields |= {"prompt": prompts, "logprobs": st.sampled_from([None, 0, 3]), "best_of": st.none()}
+        fields |= {"prompt": prompts, "logprobs": st.sampled_from([None, 0, 3])}
     else:
         turn = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": texts})
         fields |= {
@@ -213,14 +213,9 @@ def check_answer(url, path, bundle, body, result):
         ids, text = prompts[index // request.n]
         generated += check_choice(bundle, request, ids, text if echoed else None, answer)
     reported = request.logprobs if chat else request.logprobs is not None
-    if (
-        reported
-        and request.return_tokens_as_token_ids
-        and result["usage"] is not None
-        and (chat or request.best_of is None)
-    ):
+    if reported and request.return_tokens_as_token_ids and result["usage"] is not None:
         assert result["usage"]["completion_tokens"] == generated
-    if not reported and not body.get("best_of") and (request.temperature == 0 or request.seed is not None):
+    if not reported and (request.temperature == 0 or request.seed is not None):
         # The same request with log-probabilities has the same answer, which is then looked up.
         more = {**body, "logprobs": True if chat else 0, "stream": False, "return_tokens_as_token_ids": True}
         status, again = send(url + path, {name: value for name, value in more.items() if name != "stream_options"})

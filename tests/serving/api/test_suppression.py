@@ -62,13 +62,13 @@ def test_share_is_the_largest_distance_from_the_target(model, tokenizer):
     assert suppressed_share(model, prompt[:1], 1, 100) == 0
 
 
-@pytest.mark.parametrize("fields", [TEXT, CHAT, TEXT | {"n": 2, "best_of": 3, "temperature": 1, "seed": 1}])
+@pytest.mark.parametrize("fields", [TEXT, CHAT, TEXT | {"n": 2, "temperature": 1, "seed": 1}])
 def test_reply_with_a_large_share_is_replaced(running, url, fields):
     with running(on_suppressed="refuse", suppressed_share=1e-6) as address:
         for choice in ask(address, **fields):
             assert (choice.get("text") or choice["message"]["content"]) == REFUSAL
             assert choice["finish_reason"] == "content_filter"
-        if "best_of" not in fields:
+        if "n" not in fields:
             parts = stream(address, **fields)
             assert text_of(parts) == REFUSAL
             assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["content_filter"]
@@ -108,21 +108,6 @@ def test_below_full_a_note_only_marks(running, level):
         with running(on_suppressed="note", suppressed_share=share, logprobs=level) as address:
             choices = [ask(address, **TEXT)[0], stream(address, **TEXT)[-1], stream(address, **CHAT)[-1]]
         assert [choice["suppressed"] for choice in choices] == [{"marked": marked}] * 3
-
-
-def test_best_of_does_not_prefer_a_refusal(running):
-    """The best reply is chosen by the drawn replies, and then refused or not."""
-    fields = TEXT | {"max_tokens": 4, "temperature": 1}
-    with running(on_suppressed="note", suppressed_share=0.5) as address:
-        drawn = ask(address, **fields, n=64, seed=0)
-        shares = sorted(choice["suppressed"]["share"] for choice in drawn)
-        best = [ask(address, **fields, best_of=8, seed=8 * seed)[0] for seed in range(8)]
-    share = (shares[-9] + shares[-8]) / 2  # few are refused
-    assert shares[-9] < share < shares[-8]
-    expected = [REFUSAL if choice["suppressed"]["share"] >= share else choice["text"] for choice in best]
-    assert expected.count(REFUSAL) < 8
-    with running(on_suppressed="refuse", suppressed_share=share) as address:
-        assert [ask(address, **fields, best_of=8, seed=8 * seed)[0]["text"] for seed in range(8)] == expected
 
 
 def test_reply_that_cannot_be_measured_is_an_error(running, monkeypatch):
