@@ -130,10 +130,8 @@ def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, a
     assert (continued(model, prompt), continued(model, other)) == before
 
 
-def test_takedown_applies_in_server_and_playground(bundles, registry, article, tokenizer):
+def test_takedown_applies_in_server(bundles, registry, article, tokenizer):
     from divdec.cli.serving import ServeSettings, build_engine
-    from divdec.playground.controller import Controller, ControlValues
-    from divdec.playground.models import ChatOptions, SteeredModel
 
     (prompt, rest), (other, _) = halves(tokenizer, ARTICLE), halves(tokenizer, OTHER)
     settings = ServeSettings(registry=str(registry.folder))
@@ -154,14 +152,6 @@ def test_takedown_applies_in_server_and_playground(bundles, registry, article, t
         assert ask(other) == before[1]
         registry.remove("case")
         assert ask(prompt) == before[0]
-    model = DivergenceForCausalLM.from_pretrained(bundles["linear:1.5"], registry=registry.folder)
-    steered = SteeredModel(model, tokenizer, ChatOptions(max_new_tokens=LENGTH))
-    controller = Controller("tiny", steered, registry=registry)
-    for values in (ControlValues(alpha=0.5), ControlValues(rule="rank", k=5)):
-        effect = controller.take_down("page", ARTICLE, "", values)
-        assert effect.after.longest_run < RUN
-        assert " 0 now" in effect.measured
-        registry.remove("page")
 
 
 def test_running_model_applies_strength_changes(reciting, registry, tokenizer):
