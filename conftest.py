@@ -39,16 +39,13 @@ def pytest_collection_finish():
 
 
 def shaped_modules():
-    """The modules whose signatures name shapes, where checks have something to check: every call pays for them.
-
-    Not the batch of speculation: its bookkeeping is called for every token, and would take longer than the models.
-    """
+    """The modules whose signatures name shapes, where checks have something to check: every call pays for them."""
     names = set()
     for package in ("divdec", "divdec_research"):
         for folder in importlib.util.find_spec(package).submodule_search_locations:
             paths = [path.relative_to(folder) for path in Path(folder).rglob("*.py") if "jaxtyping" in path.read_text()]
             names |= {".".join((package, *path.with_suffix("").parts)).removesuffix(".__init__") for path in paths}
-    return sorted(names - {"divdec.decoding.batch"})
+    return sorted(names)
 
 
 # Shapes in signatures are checked while tests run, and only then: from here on, because the conftest.py of a folder may

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from divdec.errors import FailedClosed
-from divdec.sampling import NONE, pick, verify_greedy, verify_sampled
+from divdec.sampling import pick, verify_greedy, verify_sampled
 
 LOW = -torch.inf
 
@@ -23,7 +23,6 @@ def test_greedy_drafts_are_accepted_up_to_first_mismatch():
         ([0, 0, 2], [1, 0, 2], 1),  # never
         ([1, 2, 2], [1, 0, 2], 2),  # sometimes
         ([1, 0, 0], [1, 0, 2], 3),  # the last is replaced, and stands
-        ([1, NONE, NONE], [1, 0, 2], 2),
     ):
         verdict = verify_greedy(logits, torch.tensor([drafts]))
         assert verdict.tokens[0, :valid].tolist() == tokens[:valid]
@@ -62,12 +61,6 @@ def test_rejected_draft_is_replaced_from_residual_distribution():
         verdict = verify_sampled(steered, torch.tensor([[0]]), proposed, noise)
         assert verdict.tokens.item() == token
         assert verdict.accepted.item() == (token == 0)
-
-
-def test_verification_without_drafts_samples_from_steered_model():
-    noise = torch.tensor([[[0.0, 0.45]]], dtype=torch.float64)
-    verdict = verify_sampled(scores([0.4, 0.1, 0.5]), torch.tensor([[NONE]]), None, noise)
-    assert (verdict.tokens.item(), verdict.accepted.item()) == (1, False)
 
 
 def drawn(count, seed, steered, proposed, rule=verify_sampled):

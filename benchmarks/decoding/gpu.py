@@ -13,8 +13,8 @@ failed. All models have random weights, created on the device: the figures are t
 - decoding-8b, decoding-70b: steering, a pair of adapters and speculation with the shapes of Llama 3.1 and two
   Llama 3.2 1B; the 70B target has as many of its layers as fit into the memory. Random models do not agree, so
   acceptance is SIMULATED: each draft is accepted with the probability --acceptance. The time is real: drafts, passes,
-  verification and cropping of caches. All rows of a batch end together when they have --new-tokens on average. Methods
-  take turns, ratios are computed within a round, and the first round is not counted.
+  verification and cropping of caches. Batches of several decode without drafts. Methods take turns, ratios are computed
+  within a round, and the first round is not counted.
 - passes: one step's passes of P, q and p with a cache of fixed size, eager and compiled with CUDA graphs, and the rule.
   divdec decodes eagerly: the ratios (P + q + p + rule) / P tell what compiling would gain.
 - serving: `benchmarks.serving.load`, 1, 8 and 32 clients, beside the target's own `generate`.
@@ -113,12 +113,12 @@ class Simulated:
 
     def __init__(self, acceptance, device):
         self.acceptance, self.device = acceptance, device
-        self.begin(0, 0)
+        self.begin(0)
 
-    def begin(self, rows, seed):
-        """Before an answer, whose first token in each row comes from the prompt."""
+    def begin(self, seed):
+        """Before an answer, whose first token comes from the prompt."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.tokens, self.judged = rows, 0
+        self.tokens, self.judged = 1, 0
 
     def __call__(self, scores, drafts):
         tokens = verify_greedy(scores, drafts).tokens  # its time belongs to a pass
@@ -131,16 +131,14 @@ class Simulated:
 
 
 class Enough(StoppingCriteria):
-    """Ends all rows when they have N tokens on average."""
-
-    eos_token_id = None  # tokens after the end count as padding, so that no row continues because another is longer
+    """Ends all rows when they have N tokens, accepted ones included."""
 
     def __init__(self, prompt, new_tokens, simulated=None):
         self.prompt, self.new_tokens, self.simulated = prompt, new_tokens, simulated
 
     def __call__(self, input_ids, scores, **kwargs):
         rows, length = input_ids.shape
-        made = length - self.prompt if self.simulated is None else self.simulated.tokens / rows
+        made = length - self.prompt if self.simulated is None else self.simulated.tokens
         return torch.full((rows,), made >= self.new_tokens, device=input_ids.device)
 
 
@@ -148,12 +146,12 @@ def answer(model, ids, new_tokens, simulated=None, gamma=None, seed=0):
     """Generate once; returns the seconds, and the tokens of all rows."""
     options = {} if simulated is None else {"speculative": gamma}
     if simulated is not None:
-        simulated.begin(len(ids), seed)
+        simulated.begin(seed)
     enough = StoppingCriteriaList([Enough(ids.shape[1], new_tokens, simulated)])
     wait(ids.device)
     started = time.perf_counter()
     with mock.patch.object(speculative, "verify_greedy", simulated or verify_greedy):
-        # Room for rows that are ahead of the others: no block is cut short by the end of the room.
+        # No block is cut short by the end of the room.
         model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=2 * new_tokens + 16,
             stopping_criteria=enough, **options,
@@ -174,7 +172,7 @@ def compared(model, batch, given):
     ids = torch.randint(END_OF_PROMPT, model.vocab_size, (batch, given.prompt_tokens), generator=generator)
     ids = ids.to(model.target.device)
     ways = {TARGET: (model.target, None, None), PLAIN: (model, None, None), ADAPTERS: (adapted(model), None, None)}
-    for gamma in given.gammas:
+    for gamma in given.gammas if batch == 1 else ():
         for share in given.acceptance:
             ways[f"speculative, γ {gamma}, {share:.0%}"] = (model, gamma, Simulated(share, ids.device))
     rounds, judged = {name: [] for name in ways}, {name: [] for name in ways}
@@ -192,7 +190,7 @@ def compared(model, batch, given):
         over = ratio(rounds[name], rounds[TARGET])
         rows[name] = per_token(rounds[name]) | {"over_target": over}
         if simulated is not None:
-            made = sum(tokens - batch for _, tokens in rounds[name]) / sum(judged[name])
+            made = sum(tokens - 1 for _, tokens in rounds[name]) / sum(judged[name])
             expected = sum(simulated.acceptance**place for place in range(gamma + 1))
             rows[name] |= {"gamma": gamma, "acceptance": simulated.acceptance, "tokens_per_pass": made,
                            "expected": expected}  # fmt: skip

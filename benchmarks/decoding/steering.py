@@ -2,7 +2,7 @@
 
     python -m benchmarks.decoding.steering --toy                    # random models, seconds
     make bench-models                                               # 81M target and 5M pair, half an hour once
-    python -m benchmarks.decoding.steering [--drafters lookup] [--gammas] [--reference CHECKOUT]
+    python -m benchmarks.decoding.steering [--gammas] [--reference CHECKOUT]
     python -m benchmarks.decoding.steering --bundle demo/bundle --neutral --clock processor --dtype bfloat16
     python -m benchmarks.decoding.steering --adapters real-models/qwen-1.5b.gguf real-models/qwen-0.5b.gguf --neutral
 
@@ -227,14 +227,14 @@ def methods(parts, given):
     ways = {
         TARGET: lambda batch, **options: parts.target.generate(**batch, do_sample=False, **options),
         PLAIN: lambda batch, **options: parts.model.generate(**batch, do_sample=False, **options),
-        SPECULATIVE: speculative(parts, True),
     }
+    if given.batch == 1:  # larger batches decode without drafts
+        ways[SPECULATIVE] = speculative(parts, True)
     if "base" in parts.paths:
         merged = DivergenceForCausalLM.from_parts(parts.target, parts.retain, parts.forget, parts.model.steering)
         ways[MERGED] = lambda batch, **options: merged.generate(**batch, do_sample=False, **options)
     if parts.model.steering.rule == "linear" and given.reference is not None:
         ways[REFERENCE] = papers_code(parts, given.reference)
-    ways |= {f"{SPECULATIVE}, {name}": speculative(parts, Speculation(drafter=name)) for name in given.drafters}
     return ways | {f"{SPECULATIVE}, γ {gamma}": speculative(parts, gamma) for gamma in range(1, 9 * given.gammas)}
 
 
@@ -346,19 +346,18 @@ def table(parts, sets, given):
         print(f"{name:<22} {row['ms_per_token']:>10.2f} {row['least']:>8.2f} –{row['most']:>7.2f}"
               f" {row['tokens_per_s']:>9.1f} {row['over_target']:>11.3f}" + "".join(f"{cell:>9.3f}" for cell in cells)
               + f"{row['tokens']:>8}  {row['as_steered']} of {row['answers']}")  # fmt: skip
-    return {"rows": rows, "drafts": {name: drafts(parts, groups, name, given) for name in ("auto", *given.drafters)}}
+    return {"rows": rows, "drafts": drafts(parts, groups, given) if given.batch == 1 else {}}
 
 
-def drafts(parts, groups, drafter, given):
+def drafts(parts, groups, given):
     """Tokens per target pass and accepted drafts of each group, in a pass that is not timed."""
     figures = {}
     for group, batches in groups.items():
         counted = SpeculationStatistics()
         for batch in batches:
-            setting = Speculation(drafter=drafter, statistics=counted)
-            speculative(parts, setting)(batch, max_new_tokens=given.new_tokens)
+            speculative(parts, Speculation(statistics=counted))(batch, max_new_tokens=given.new_tokens)
         figures[group] = counted.to_dict()
-        print(f"speculative, {drafter}, {group}: {counted.tokens_per_pass:.2f} tokens a target pass, "
+        print(f"speculative, {group}: {counted.tokens_per_pass:.2f} tokens a target pass, "
               f"{counted.acceptance_rate:.0%} of the drafts accepted")  # fmt: skip
     return figures
 
@@ -454,7 +453,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--neutral", action="store_true", help="neutral prompts too")
     parser.add_argument("--gammas", action="store_true", help="γ fixed at 1 to 8, too")
-    parser.add_argument("--drafters", nargs="+", default=[], choices=("retain", "lookup"))
     parser.add_argument("--reference", type=Path, metavar="PATH", help="a checkout of the paper's published code")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     given = parser.parse_args()

@@ -98,7 +98,8 @@ class SpeculativeDecoding:
 
     speculative: Annotated[str | None, DECODING] = None
     """Draft with q and verify several tokens in one pass of the target: 'auto', or the number of tokens to draft.
-    Greedy answers do not change, and sampled answers keep their distribution."""
+    Several sequences that decode together have no drafts. Greedy answers do not change, and sampled answers keep their
+    distribution."""
 
     def __post_init__(self) -> None:
         if self.speculative not in (None, "auto") and not (self.speculative.isdecimal() and int(self.speculative) > 0):

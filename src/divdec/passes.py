@@ -166,11 +166,3 @@ def lengths_of(cache: Cache) -> list[int]:
     """Return the number of tokens that each model's cache holds; they must all be equal."""
     lengths = getattr(cache, "lengths", None)
     return [length_of(cache)] if lengths is None else lengths
-
-
-def columns_of(
-    states: Float[Tensor, "batch heads tokens width"], columns: Int[Tensor, "batch columns"]
-) -> Float[Tensor, "batch heads columns width"]:
-    """Return keys or values of the given columns of each row."""
-    index = columns.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-    return states.gather(2, index)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from divdec.fail_closed import NO_TOKEN, check
 
-NONE = -1  # token id that stands for "no draft"
-
 
 class Verdict(NamedTuple):
     """Result of verifying one block of drafts."""
@@ -57,7 +55,7 @@ def verify_greedy(scores: Float[Tensor, "batch block vocab"], drafts: Int[Tensor
 
     Args:
         scores: processed steered scores before each draft.
-        drafts: proposed tokens, −1 for none.
+        drafts: proposed tokens.
 
     Raises:
         FailedClosed: the scores of a valid token are not finite (see `first_choice`).
@@ -73,26 +71,19 @@ def verify_greedy(scores: Float[Tensor, "batch block vocab"], drafts: Int[Tensor
 def verify_sampled(
     scores: Float[Tensor, "batch block vocab"],
     drafts: Int[Tensor, "batch block"],
-    draft_scores: Float[Tensor, "batch block vocab"] | None,
+    draft_scores: Float[Tensor, "batch block vocab"],
     uniform: Float[Tensor, "batch block 2"],
 ) -> Verdict:
     """Accept a draft x ~ q with probability min(1, s(x)/q(x)), else sample from max(0, s − q) (Leviathan et al. 2023).
 
     Args:
         scores: log s, processed steered scores before each draft.
-        drafts: proposed tokens, −1 for none.
-        draft_scores: log q, from which the drafts were drawn; None if each was proposed with certainty.
+        drafts: proposed tokens.
+        draft_scores: log q, from which the drafts were drawn.
         uniform: numbers in [0, 1): the first accepts, the second draws the replacement.
     """
-    steered = scores.softmax(dim=-1)
-    index = drafts.clamp(min=0)[..., None]
-    offered = drafts != NONE
-    if draft_scores is None:
-        proposed = torch.zeros_like(steered).scatter(-1, index, offered[..., None].to(steered.dtype))
-    else:
-        proposed = draft_scores.softmax(dim=-1)
-    acceptance = uniform[..., 0] * proposed.gather(-1, index).squeeze(-1) < steered.gather(-1, index).squeeze(-1)
-    accepted = offered & acceptance
+    steered, proposed, index = scores.softmax(dim=-1), draft_scores.softmax(dim=-1), drafts[..., None]
+    accepted = uniform[..., 0] * proposed.gather(-1, index).squeeze(-1) < steered.gather(-1, index).squeeze(-1)
     kept = _count_kept(accepted)
     last = kept[:, None] - 1
     rows = last[..., None].expand(-1, -1, scores.shape[-1])

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import logging
 import random
 
 import pytest
@@ -17,9 +16,6 @@ from divdec.bridge.alignment import AlignedSequence
 from divdec.bridge.pair import BridgedPair
 from divdec.configuration import DivergenceConfig
 from divdec.data.formatting import IGNORED, Example
-from divdec.decoding import drafters
-from divdec.decoding.speculative import Speculation
-from divdec.decoding.statistics import SpeculationStatistics
 from divdec.evaluation.scoring import score
 from support.architectures import tiny_architecture
 from support.exactness import LOGITS, assert_same_answers
@@ -431,19 +427,6 @@ def test_incompatible_auxiliaries_raise(tokenizers, retokenized):
         BridgedPair(model, other, auxiliary_tokenizer=small, **options)
 
 
-@pytest.fixture(scope="module")
-def repeating(make_pair, tokenizers):
-    """A steered model whose target says its words again and again, until the experts change them."""
-    target = tiny_model("llama", len(tokenizers["bpe"]), seed=0, width=64, layers=1)
-    optimizer = torch.optim.AdamW(target.parameters(), lr=4e-3)
-    ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 6 for text in TEXTS])
-    for _ in range(30):
-        target(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return DivergenceForCausalLM.from_experts(target, make_pair("bpe", "small"), "linear:1.6").eval()
-
-
 class TestSteered:
     """The whole model, as transformers sees it."""
 
@@ -493,9 +476,8 @@ class TestSteered:
             logits = steered(ids, attention_mask=mask).logits
         assert logits[mask == 0].unique(dim=0).shape[0] == 1
         assert set(logits[mask == 0].unique().tolist()) <= {0.0, -torch.inf}
-        for speculative in (None, 2):
-            with pytest.raises(UsageError, match="prompt 1 ends in padding"):
-                steered.generate(ids, attention_mask=mask, max_new_tokens=2, pad_token_id=0, speculative=speculative)
+        with pytest.raises(UsageError, match="prompt 1 ends in padding"):
+            steered.generate(ids, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
 
     def test_prompt_lookup_rolls_back_bridged_cache(self, steered, tokenizers):
         ids = torch.tensor([ids_of(tokenizers["bpe"], TEXTS[0])[:12] * 2])
@@ -503,30 +485,9 @@ class TestSteered:
         found = steered.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options)
         assert_same_answers(steered, ids.tolist(), found, steered.generate(input_ids=ids, **options), padding=0)
 
-    @pytest.mark.parametrize("count", [1, 3])
-    @pytest.mark.parametrize("drafter", ["auto", "lookup"])
-    def test_bridged_speculation_uses_prompt_lookup_with_same_output(
-        self, repeating, tokenizers, caplog, monkeypatch, count, drafter
-    ):
-        monkeypatch.setattr(drafters, "_warned", False)  # it is said once in a process
-        ids, mask = left_padded([ids_of(tokenizers["bpe"], text)[:6] * 2 for text in TEXTS[:count]])
-        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
-        plain = repeating.generate(input_ids=ids, **options)
-        assert not torch.equal(plain, repeating.target.generate(input_ids=ids, **options))
-        statistics = SpeculationStatistics()
-        with caplog.at_level(logging.WARNING):
-            for speculation in (Speculation(None, drafter), Speculation(3, drafter, statistics)):
-                found = repeating.generate(input_ids=ids, speculative=speculation, **options)
-                prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-                assert_same_answers(repeating, prompts, found, plain, padding=0)
-        assert statistics.drafter == "lookup"
-        assert 0 < statistics.acceptance_rate < 1
-        told = [record for record in caplog.records if "repetitions in the text" in record.message]
-        assert len(told) == (drafter == "auto")
-
     def test_auxiliaries_with_different_tokenizer_cannot_draft(self, steered):
-        with pytest.raises(UsageError, match=r"drafter 'retain' needs auxiliaries .* accepted: 'auto', 'lookup'$"):
-            steered.generate(torch.tensor([[5, 9]]), max_new_tokens=2, speculative=Speculation(3, "retain"))
+        with pytest.raises(UsageError, match="needs a retain auxiliary with the target's own tokens"):
+            steered.generate(torch.tensor([[5, 9]]), max_new_tokens=2, speculative=3)
 
 
 def test_shared_prompts_give_same_scores(make_pair, tokenizers):

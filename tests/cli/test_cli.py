@@ -125,7 +125,18 @@ def test_prompts_are_used_verbatim(bundle, capsys):
 
 @pytest.mark.parametrize("extra", [(), ("--logprobs",), ("--temperature", "1")])
 def test_speculation_gives_same_output(bundle, capsys, extra):
-    options = ("generate", bundle, "--prompt", "Who?", "Where was she born?", "--max-new-tokens", 8, *extra)
+    options = (
+        "generate",
+        bundle,
+        "--prompt",
+        "Who?",
+        "Where was she born?",
+        "--max-new-tokens",
+        8,
+        "--batch-size",
+        1,
+        *extra,
+    )
     answers = {}
     for speculative in ((), ("--speculative", 2), ("--speculative", "auto")):
         assert main(*options, *speculative) == 0

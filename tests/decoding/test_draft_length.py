@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from divdec.decoding.statistics import FIRST_CHANCE, MAX_CHANCE, DraftController
 
@@ -25,13 +24,13 @@ class Machine:
             judged = self.generator.random(LARGEST + 1) < chances
             size = 1
             for chance in chances[:LARGEST]:
-                shown = torch.tensor([chance if self.calibrated else 0.9])
+                shown = chance if self.calibrated else 0.9
                 if (fixed is None and not controller.wants_more(shown)) or size == fixed:
                     break
                 size += 1
             grown = int(np.cumprod(judged[: size - 1]).sum()) + 1
             seconds = self.seconds(size - 1) * (1 + 0.3 * self.generator.random())
-            controller.record([judged[:size].tolist()], [grown], seconds)
+            controller.record(judged[:grown].tolist(), size - 1, grown, seconds)
             rates.append((grown, seconds))
         tokens, seconds = np.sum(rates[steps // 2 :], axis=0)
         return tokens / seconds
@@ -70,8 +69,8 @@ def test_an_overconfident_drafter_drafts_nothing():
 def test_the_first_draft_ends_by_its_probability_alone():
     controller = DraftController()
     assert controller.least_chance == FIRST_CHANCE
-    assert controller.wants_more(torch.tensor([0.9]))
-    assert not controller.wants_more(torch.tensor([FIRST_CHANCE]))
+    assert controller.wants_more(0.9)
+    assert not controller.wants_more(FIRST_CHANCE / 2)
 
 
 def test_dear_tokens_are_drafted_where_they_are_certain():
@@ -79,17 +78,17 @@ def test_dear_tokens_are_drafted_where_they_are_certain():
     controller = DraftController()
     for drafted in (0, 1) * 20:
         controller.start()
-        controller.record([[True] * (drafted + 1)], [drafted + 1], 1.0 + 9 * drafted)
+        controller.record([True] * (drafted + 1), drafted, drafted + 1, 1.0 + 9 * drafted)
     assert controller.least_chance == MAX_CHANCE
     controller.start()
-    assert controller.wants_more(torch.tensor([0.99]))
+    assert controller.wants_more(0.99)
 
 
 def test_drafts_are_tried_again_after_many_steps_without_any():
     controller = DraftController()
     for _ in range(20_000):
         controller.start()
-        assert not controller.wants_more(torch.tensor([0.0]))
-        controller.record([[False]], [1], 1.0)
+        assert not controller.wants_more(0.0)
+        controller.record([False], 0, 1, 1.0)
     controller.start()
-    assert controller.wants_more(torch.tensor([1.0]))
+    assert controller.wants_more(1.0)

@@ -23,7 +23,6 @@ from support.reference import StepByStep
 
 ANSWERED, REFUSED, NOT_TAKEN = "answered", "refused", "refused by transformers"
 LIKELY = 1e-9  # a token that was drawn has at least this probability
-DRAFTERS = ("auto", "retain", "lookup")
 
 
 class Finding(AssertionError):
@@ -138,8 +137,8 @@ def _draw_generation(chance, case):
     if "beams" in mode and chance.random() < 0.9:
         way = "plain"
     if way == "speculative":
-        speculation = Speculation(chance.choice((None, 1, 2, 5)), chance.choice(DRAFTERS))
-        case.speculative = chance.choice((True, chance.randint(1, 6), speculation, speculation))
+        case.speculative = chance.choice((True, chance.randint(1, 6), Speculation(chance.choice((None, 1, 2, 5)))))
+        case.prompts = case.prompts[:1] if chance.random() < 0.9 else case.prompts  # a batch decodes without drafts
     elif way != "plain":
         drawn.append(tables.ASSISTED)
         case.prompts = case.prompts[:1] if chance.random() < 0.9 else case.prompts

@@ -20,7 +20,7 @@ CASES = int(os.environ.get("DIVDEC_FUZZ_CASES", "2000"))
 
 @pytest.fixture(autouse=True)
 def quiet():
-    # transformers and the drafters log about many of these options; warnings are errors all the same.
+    # transformers logs about many of these options; warnings are errors all the same.
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

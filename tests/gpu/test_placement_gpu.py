@@ -31,8 +31,9 @@ def everything(model):
     with torch.no_grad():
         yield model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     options = {"do_sample": False, "pad_token_id": 1, "eos_token_id": None, "attention_mask": mask}
-    for more in ({}, {"num_beams": 3}, {"speculative": 3}):
+    for more in ({}, {"num_beams": 3}):
         yield model.generate(ids, max_new_tokens=24, **options, **more)
+    yield model.generate(ids[:1], max_new_tokens=24, speculative=3, **options | {"attention_mask": mask[:1]})
 
 
 @pytest.mark.parametrize("devices", [(0, 1, 1), (0, 1, 2)])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.decoding.speculative import Speculation
 from support.tiny import make_parts
 
 PROMPTS = torch.tensor([[5, 9, 200, 31], [77, 8, 300, 2]])
@@ -17,7 +16,6 @@ MODES = {
     "uncached": {"use_cache": False},
     "chunks": {"prefill_chunk_size": 2},
     "speculative": {"speculative": 3},
-    "drafts": {"speculative": Speculation(2, "lookup")},
     "custom": {"custom_generate": lambda model, *args, **kwargs: model._sample(*args, **kwargs)},
 }
 

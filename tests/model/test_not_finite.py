@@ -11,6 +11,7 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.errors import FailedClosed
 from divdec.evaluation.scoring import score_settings
 from divdec.experts.combined import CombinedExperts
+from divdec.experts.neural import NeuralPair
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
 from support.tiny import make_parts
@@ -97,9 +98,13 @@ WAYS = {
     "beams": lambda model, ids: generate(model, ids, num_beams=2),
     "lookup": lambda model, ids: generate(model, ids, prompt_lookup_num_tokens=2),
     "guidance": lambda model, ids: generate(model, ids, guidance_scale=1.5),
-    "speculative": lambda model, ids: generate(model, ids, speculative=2),
+    "speculative": lambda model, ids: generate(model, ids, speculative=can_speculate(model)),
     "uncached": lambda model, ids: generate(model, ids, use_cache=False),
 }
+
+
+def can_speculate(model):
+    return isinstance(model.experts, NeuralPair)  # n-grams draft nothing
 
 
 def example(ids):

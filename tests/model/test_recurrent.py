@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from divdec import DivergenceForCausalLM, Speculation, UsageError
+from divdec import DivergenceForCausalLM, UsageError
 from divdec.decoding.cache import holds_tokens
 from support.architectures import tiny_architecture
 from support.tiny import tiny_model
@@ -19,7 +19,7 @@ OTHER = [40, 7, 8, 61, 23, 11, 90]
 DRAFTING = {
     "prompt lookup": {"prompt_lookup_num_tokens": 4},
     "assisted": {"assistant_model": None},
-    "speculative": {"speculative": Speculation(4, drafter="lookup")},
+    "speculative": {"speculative": 4},
 }
 
 

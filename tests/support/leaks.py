@@ -445,7 +445,7 @@ class Suite:
 
 def check_library(folder, steering, bundle):
     """The same questions to `generate` and `forward`."""
-    from divdec import DivergenceForCausalLM, Speculation
+    from divdec import DivergenceForCausalLM
 
     suite = Suite(folder, steering)
     suite.is_worth_it()
@@ -456,9 +456,7 @@ def check_library(folder, steering, bundle):
         if options["do_sample"]:
             options |= {"temperature": float(body["temperature"]), "top_k": body.get("top_k", 0)}
             options |= {"top_p": body.get("top_p", 1.0)}
-        options |= ({}, {"speculative": True}, {"speculative": Speculation(3, "lookup")}, {"use_cache": False})[
-            place % 4
-        ]
+        options |= ({}, {"speculative": True}, {"speculative": 3}, {"use_cache": False})[place % 4]
         if "logit_bias" in body:
             options["sequence_bias"] = [[[int(key)], float(value)] for key, value in body["logit_bias"].items()]
         output = model.generate(

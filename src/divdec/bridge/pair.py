@@ -23,7 +23,6 @@ from divdec.experts.neural import check_pair
 from divdec.experts.protocol import Experts, Inputs
 from divdec.experts.token_cache import PADDING, TokenLayer
 from divdec.passes import (
-    columns_of,
     device_of,
     length_of,
     logit_width,
@@ -302,7 +301,12 @@ class RaggedPairCache:
             # Compact: move the used slots to the front, in their order.
             order = (~self._used).long().argsort(dim=1, stable=True)[:, :longest]
             self._used = self._used.gather(1, order)
-            self._change_layers(lambda states: columns_of(states, order))
+            index = order[:, None, :, None]
+            self._change_layers(
+                lambda states: states.gather(
+                    2, index.to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
+                )
+            )
         elif end < slots:
             self._change_layers(lambda states: states[:, :, :end])
 

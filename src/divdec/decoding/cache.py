@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.passes import columns_of, length_of, lengths_of
+from divdec.passes import length_of, lengths_of
 
 _ROW_METHODS = ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices")
 
@@ -101,30 +99,11 @@ class DivergenceCache(Cache):
         if not all(map(holds_tokens, self.layers)):
             raise RuntimeError("the cache of one part keeps a recurrent state, whose rows cannot be selected")
 
-    @property
-    def can_shift_rows(self) -> bool:
-        """Whether a different number of tokens can be removed from each row."""
-        return all(can_shift(layer) for layer in self.layers)
-
-    def shift_rows(self, shifts: Int[Tensor, " batch"], padding: int) -> None:
-        """Remove a number of tokens from the end of each row, and move the row right so that all end together.
-
-        The vacated columns on the left are padding, which the attention mask must exclude.
-
-        Args:
-            shifts: number of tokens to remove from each row.
-            padding: number of columns to drop on the left of all rows.
-
-        Raises:
-            RuntimeError: a part does not support it; nothing has been moved.
-        """
-        if not self.can_shift_rows:
-            raise RuntimeError("the cache of one part cannot lose a different number of tokens of each row")
-        length = self.check_length()
-        columns = torch.arange(padding, length, device=shifts.device)[None] - shifts[:, None]
-        columns = columns.clamp(min=0)
+    def deactivate_past_recording(self) -> None:
+        """Let sliding windows drop old tokens again; see `activate_past_recording`."""
         for layer in self.layers:
-            take_columns(layer, columns)
+            if hasattr(layer, "record_past"):
+                layer.record_past = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def holds_tokens(layer: Any) -> bool:
@@ -148,17 +127,3 @@ def can_roll_back(layer: Any) -> bool:
     if window is not None:
         return recorded or layer.get_seq_length() < window
     return getattr(layer, "is_croppable", True)
-
-
-def can_shift(layer: Any) -> bool:
-    """Whether a different number of tokens can be removed from each row of a layer."""
-    # A sliding window does not start at the sequence's first column; a recurrent state has no columns.
-    return type(layer) is DynamicLayer or hasattr(layer, "take_columns")
-
-
-def take_columns(layer: Any, columns: Int[Tensor, "batch columns"]) -> None:
-    """Replace the tokens of each row by those in the given columns."""
-    if hasattr(layer, "take_columns"):
-        layer.take_columns(columns)
-    elif layer.keys is not None and layer.values is not None:
-        layer.keys, layer.values = columns_of(layer.keys, columns), columns_of(layer.values, columns)

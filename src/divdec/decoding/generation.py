@@ -109,8 +109,9 @@ class SteeredGeneration(GenerationMixin):
 
         Args:
             *args: see `GenerationMixin.generate`.
-            speculative: True, the number of tokens to draft, or a `Speculation`. Greedy answers do not
-                change, and sampled ones follow the same distribution.
+            speculative: True, the number of tokens to draft, or a `Speculation`: q drafts for one sequence. A batch
+                of several decodes without drafts. Greedy answers do not change, and sampled ones follow the same
+                distribution.
             **kwargs: see `GenerationMixin.generate`.
 
         Raises:
@@ -118,7 +119,7 @@ class SteeredGeneration(GenerationMixin):
                 supported.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
-        from divdec.decoding.speculative import Speculation, check_search
+        from divdec.decoding.speculative import Speculation, check_search, drafting_pair
 
         inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
@@ -130,13 +131,15 @@ class SteeredGeneration(GenerationMixin):
             return self._plain.generate(*args, **kwargs)
         speculation = Speculation.of(speculative)
         check_search(self.generation_config, kwargs)
+        drafting_pair(self, self.new_cache())
         return self._plain.generate(*args, speculative=speculation, **kwargs)
 
     def _sample(self, *args: Any, speculative: Speculation | None = None, **kwargs: Any) -> Any:
         # transformers calls it for greedy decoding and sampling, after all preparations.
         from divdec.decoding.speculative import speculate
 
-        if speculative is None:
+        # In a batch drafts take as long as they save.
+        if speculative is None or len(args[0] if args else kwargs["input_ids"]) > 1:
             return self._plain._sample(*args, **kwargs)
         return speculate(self, *args, speculation=speculative, **kwargs)
 

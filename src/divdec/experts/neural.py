@@ -154,7 +154,7 @@ class ReadAhead:
         if self.tokens:
             raise FailedClosed("an auxiliary has read ahead of the target: ask for the divergence before anything else")
 
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = take_columns = _refuse_while_ahead
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_while_ahead
 
     def get_max_length(self) -> int:
         """Return −1: the length is unlimited."""

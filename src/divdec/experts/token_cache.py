@@ -83,11 +83,6 @@ class TokenLayer(CacheLayerMixin):
         if self.tokens is not None:
             self.tokens = self.tokens[indices.to(self.tokens.device)]
 
-    def take_columns(self, columns: Int[Tensor, "batch columns"]) -> None:
-        """Replace the tokens of each row by those in the given columns."""
-        if self.tokens is not None:
-            self.tokens = self.tokens.gather(1, columns.to(self.tokens.device))
-
     def join(self, other: TokenLayer) -> None:
         """Append the rows of another layer; shorter rows are padded on the left, which the mask must exclude."""
         if self.tokens is None or other.tokens is None:

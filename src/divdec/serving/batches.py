@@ -1,4 +1,4 @@
-"""Requests that share forward passes: prompts in prefill, a decoding batch, a speculative request, and measurements.
+"""Requests that share forward passes: prompts in prefill, a decoding batch, and a request that decodes with drafts.
 
 Each of them has a `step` that runs one pass, and does not know of the others; `divdec.serving.scheduler` decides which
 requests share one.
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from divdec.decoding.batch import SpeculativeBatch
 from divdec.decoding.cache import DivergenceCache
-from divdec.decoding.speculative import Speculation, decode
+from divdec.decoding.speculative import Speculation, SpeculativeSequence, decode
 from divdec.errors import FailedClosed
 from divdec.experts.neural import ReadAhead
 from divdec.experts.token_cache import TokenLayer
@@ -38,22 +37,32 @@ class Batch:
         mask: Int[Tensor, "rows past"],
     ) -> None:
         self.requests = requests
-        self._model, self._cache, self._mask = model, cache, mask
+        self.cache = cache
+        self._model, self._mask = model, mask
 
     @property
     def is_open(self) -> bool:
         """Whether other requests can join."""
-        return can_join(self._cache)
+        return can_join(self.cache)
+
+    @property
+    def can_speculate(self) -> bool:
+        """Whether it has one request, without a grammar, log-probabilities and seeded samples, and no padding."""
+        if len(self.requests) != 1 or not self._mask.all():
+            return False
+        params = self.requests[0].params
+        plain = params.logprobs is None and params.grammar is None
+        return plain and (params.temperature == 0 or params.seed is None)
 
     def step(self) -> StepOutput:
         """Add a token to every answer."""
         last = torch.tensor([[request.answer[-1]] for request in self.requests])
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(last), 1)], dim=1)
-        return _sample(self.requests, _forward(self._model, last, self._mask, self._cache)[:, -1])
+        return _sample(self.requests, _forward(self._model, last, self._mask, self.cache)[:, -1])
 
     def join(self, other: Batch) -> None:
         """Move the requests of another batch into this one. The other batch must not be used afterwards."""
-        padding, other_padding = join(self._cache, other._cache)
+        padding, other_padding = join(self.cache, other.cache)
         masks = ((self._mask, padding), (other._mask, other_padding))
         self._mask = torch.cat([nn.functional.pad(mask, (columns, 0)) for mask, columns in masks])
         self.requests = self.requests + other.requests
@@ -67,11 +76,11 @@ class Batch:
         if not rows:
             return
         index = torch.tensor(rows)
-        self._cache.batch_select_indices(index)
+        self.cache.batch_select_indices(index)
         self._mask = self._mask[index]
         padding = int((self._mask.cumsum(1) == 0).sum(1).min())
         if padding and self.is_open:
-            drop_columns(self._cache, padding)
+            drop_columns(self.cache, padding)
             self._mask = self._mask[:, padding:]
 
 
@@ -133,50 +142,43 @@ class Prefill:
 
 
 class SpeculativeRequest:
-    """A speculative request, which runs alone: several tokens per forward pass of the target."""
+    """A request that decodes alone, with drafts: several tokens per forward pass of the target."""
 
-    def __init__(self, model: DivergenceForCausalLM, request: Request, speculation: Speculation, chunk: int) -> None:
-        """Prepare; `chunk` tokens of the prompt are read in a pass."""
-        self.requests = [request]
-        self._model = model
-        self._cache = model.new_cache()
+    def __init__(self, model: DivergenceForCausalLM, batch: Batch, speculation: Speculation) -> None:
+        """Continue the only request of a batch, which must not be used afterwards; see `Batch.can_speculate`."""
+        (request,) = self.requests = batch.requests
+        self._model, self._cache = model, batch.cache
         ids = torch.tensor([request.tokens], device=model.device)
-        self._length = ids.shape[1]
         config = GenerationConfig(
             do_sample=request.params.temperature > 0,
-            max_length=self._length + request.max_tokens - len(request.answer),
+            max_length=ids.shape[1] + request.max_tokens - len(request.answer),
         )
-        config.prefill_chunk_size = chunk
-        config._pad_token_tensor = None  # pyright: ignore[reportAttributeAccessIssue]
-        arguments = {"past_key_values": self._cache}
-        self._batch = SpeculativeBatch(model, ids, request.processors, StoppingCriteriaList(), config, arguments)
-        self._steps = decode(self._batch, speculation, request.seed())
-
-    @staticmethod
-    def supports(request: Request) -> bool:
-        """Whether a request can speculate: it has no grammar and asks for no log-probabilities or seeded samples."""
-        params = request.params
-        plain = params.logprobs is None and params.prompt_logprobs is None and params.grammar is None
-        return plain and (params.temperature == 0 or params.seed is None) and request.max_tokens > 1
+        sequence = SpeculativeSequence(
+            model, ids, request.processors, StoppingCriteriaList(), config, {"past_key_values": self._cache}
+        )
+        self._steps = decode(sequence, speculation, request.seed())
 
     def step(self) -> StepOutput:
         """Draft, verify, and add the accepted tokens."""
         self._model.follow_registry(self._cache)
-        next(self._steps)
-        request = self.requests[0]
+        (request,) = self.requests
         outputs: StepOutput = []
-        rows = self._batch.sequences
-        for token in rows.ids[0, self._length : rows.lengths[0]].tolist():
+        for token in next(self._steps):
             output = request.append_token(token, None)
             outputs.append((request, output))
             if output.finish_reason:
                 break
-        self._length = rows.lengths[0]
         return outputs
 
     def drop(self, requests: Sequence[Request]) -> None:
         """Remove the request if it is in `requests`."""
         self.requests = [request for request in self.requests if request not in requests]
+
+    def to_batch(self) -> Batch:
+        """Continue without drafts in a batch. This object must not be used afterwards."""
+        self._cache.deactivate_past_recording()
+        mask = torch.ones(1, self._cache.check_length(), dtype=torch.long)
+        return Batch(self._model, self.requests, self._cache, mask)
 
 
 Group = Batch | SpeculativeRequest  # requests that share a cache

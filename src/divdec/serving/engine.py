@@ -18,8 +18,7 @@ import torch
 from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.data.formatting import Format, check_template_kwargs, encode_conversation, encode_prompt
 from divdec.data.records import Record
-from divdec.decoding.drafters import make_drafter
-from divdec.decoding.speculative import Speculation, check_cache
+from divdec.decoding.speculative import Speculation, drafting_pair
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.generation import end_tokens
@@ -78,7 +77,7 @@ class Engine:
             name: model name for clients.
             max_num_seqs: most sequences that decode together.
             max_queue: most sequences that wait.
-            speculation: how a request decodes that runs alone; None decodes it without drafts.
+            speculation: how a sequence decodes while it is alone; None decodes without drafts.
             measure_suppression: measure what steering took from each reply, by one more pass over it.
             chat_template_kwargs: variables of the chat template, which requests can replace.
 
@@ -91,8 +90,7 @@ class Engine:
         self._template_kwargs = dict(chat_template_kwargs or {})
         check_template_kwargs(tokenizer, self._template_kwargs)
         if speculation is not None:
-            make_drafter(speculation.drafter, model.experts)
-            check_cache(model.new_cache(), model)
+            drafting_pair(model, model.new_cache())
         self.name, self.tokenizer, self.created = name, tokenizer, int(time.time())
         self.vocab_size = model.vocab_size
         self.max_model_len: int = model.config.max_position_embeddings or MAX_MODEL_LEN

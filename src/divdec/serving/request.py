@@ -150,7 +150,7 @@ class Request:
         self._text = AnswerText(
             tokenizer, params.stop, self.prompt, skip_special=params.skip_special_tokens, shown=params.shown_tokens
         )
-        self._uniform = PositionalRandom(1, torch.device("cpu"), self.seed())
+        self._uniform = PositionalRandom(torch.device("cpu"), self.seed())
 
     @property
     def tokens(self) -> list[int]:
@@ -173,7 +173,7 @@ class Request:
             scores = self.processors(torch.tensor([self.tokens], device=scores.device), scores)  # pyright: ignore[reportArgumentType]
         if self.params.temperature == 0:
             return int(scores.argmax())
-        uniform = self._uniform([0], [len(self.answer)], 1)[0, 0, 2]
+        uniform = self._uniform(len(self.answer), 1)[0, 0, 2]
         return int(pick(scores[0].softmax(dim=-1).cpu(), uniform))
 
     def append_token(self, token: int, logits: Float[Tensor, " vocab"] | None) -> RequestOutput:

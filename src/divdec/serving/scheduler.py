@@ -130,7 +130,6 @@ class Scheduler:
         if free <= 0 or not waiting:
             return
         first = waiting[0]
-        speculates = not self._groups and len(self.waiting) == 1 and SpeculativeRequest.supports(first)
         admitted, texts = [first], {tuple(first.tokens)}
         for request in waiting[1:free]:
             together = {*texts, tuple(request.tokens)}  # prefill a prompt with several answers once
@@ -145,10 +144,7 @@ class Scheduler:
                 request.timing.prefill = time.time_ns()
         self.prompt_tokens += sum(len(request.prompt) for request in admitted if not request.answer)
         try:
-            if speculates and self._speculation is not None:
-                self._groups.append(SpeculativeRequest(self._model, first, self._speculation, self._chunk(first)))
-            else:
-                self._prefills.append(Prefill(self._model, admitted, self._chunk(*admitted)))
+            self._prefills.append(Prefill(self._model, admitted, self._chunk(*admitted)))
         except Exception as error:
             self._retry(admitted, error)
 
@@ -174,7 +170,8 @@ class Scheduler:
                 self._start_decoding(*result)
 
     def _start_decoding(self, outputs: StepOutput, batch: Batch) -> None:
-        """Add requests with their first token to an open batch, or as a new one."""
+        """Add requests with their first token to an open batch, or as a new one, and stop drafting."""
+        self._groups = [group.to_batch() if isinstance(group, SpeculativeRequest) else group for group in self._groups]
         self._groups.append(batch)
         self._record(batch, outputs)
         for group in self._groups[:-1] if not self._separate else ():
@@ -189,6 +186,11 @@ class Scheduler:
                 return
 
     def _decode(self) -> None:
+        """Advance every decoding request: with drafts if it is alone, because in a batch they take what they save."""
+        if self._speculation is not None and len(self._groups) == 1:
+            (group,) = self._groups
+            if isinstance(group, Batch) and group.can_speculate:
+                self._groups = [SpeculativeRequest(self._model, group, self._speculation)]
         for group in [group for group in self._groups if group.requests]:
             self.steps += 1
             requests = list(group.requests)

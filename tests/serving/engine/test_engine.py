@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.decoding import statistics
 from divdec.errors import FailedClosed, UsageError
+from divdec.serving import batches
 from divdec.serving.engine import Busy, Engine
 from divdec.serving.request import SamplingParams
 from divdec.serving.scheduler import Closing
@@ -295,6 +297,33 @@ def test_single_request_speculates_with_same_output(model, tokenizer, gamma, mon
             assert_same_answer(model, prompt, tokens_of(outputs), answered)
     assert steps < sum(map(len, expected))  # some passes gave several tokens
     assert len(tokens_of(sampled)) == 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["llama", "windowed"])
+def test_drafts_pause_while_another_sequence_decodes(kind, temperature, tokenizer, monkeypatch):
+    model = windowed() if kind == "windowed" else DivergenceForCausalLM.from_parts(*make_parts(kind), "linear:1.5")
+    prompts = [tokenizer(text).input_ids for text in TEXTS[1:3]]
+    steps = []
+    for group, name in ((batches.Batch, "plain"), (batches.SpeculativeRequest, "drafts")):
+        record = lambda self, name=name, step=group.step: (steps.append((name, len(self.requests))), step(self))[1]
+        monkeypatch.setattr(group, "step", record)
+
+    async def work(engine):
+        outputs, other = [], None
+        params = SamplingParams(max_tokens=90, temperature=temperature, ignore_eos=True)
+        async for output in engine.generate(prompts[0], params):
+            outputs.append(output)
+            if len(outputs) == 20:
+                other = asyncio.create_task(answer(engine, prompts[1], greedy(9, ignore_eos=True)))
+        return outputs, await other
+
+    first, second = map(tokens_of, run(model, tokenizer, work, speculation=Speculation(2)))
+    assert [item for item, _ in itertools.groupby(steps)] == [("drafts", 1), ("plain", 2), ("drafts", 1)]
+    assert_same_answer(model, prompts[1], second, alone(model, prompts[1], 9, eos_token_id=None))
+    assert len(first) == 90
+    if temperature == 0:
+        assert_same_answer(model, prompts[0], first, alone(model, prompts[0], 90, eos_token_id=None))
 
 
 def test_invalid_engine_requests_are_rejected(model, tokenizer):

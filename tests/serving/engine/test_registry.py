@@ -6,6 +6,7 @@ import pytest
 
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.data.records import texts_of
+from divdec.experts.neural import NeuralPair
 from divdec.serving.engine import Engine
 from divdec.serving.request import SamplingParams
 from divdec.takedowns.correction import TakedownCorrection
@@ -26,13 +27,21 @@ def registry(tmp_path, checkpoints, world):
 
 
 @pytest.fixture
-def model(registry, tokenizer):
-    target = tiny_model("llama", len(tokenizer), 0, 64, 2)
+def target(tokenizer):
+    return tiny_model("llama", len(tokenizer), 0, 64, 2)
+
+
+@pytest.fixture
+def model(registry, target):
     return DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder, strength=3.0))
 
 
 @pytest.mark.parametrize("speculation", [None, Speculation(2)])
-def test_running_request_applies_takedown(registry, model, tokenizer, speculation):
+def test_running_request_applies_takedown(registry, model, target, tokenizer, speculation):
+    if speculation is not None:  # q drafts
+        pair = NeuralPair(*(tiny_model("llama", len(tokenizer), seed) for seed in (1, 2)))
+        takedowns = TakedownCorrection(registry.folder, strength=3.0)
+        model = DivergenceForCausalLM.from_experts(target, pair, "linear:1", takedowns=takedowns)
     prompts = [tokenizer(text).input_ids for text in ("The author", "A book of the sea")]
     before = [alone(model, prompt, TOKENS, eos_token_id=None) for prompt in prompts]
 
