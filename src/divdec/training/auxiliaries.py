@@ -212,8 +212,7 @@ def train_auxiliaries(
     Args:
         settings: data, base, recipe and training.
         report: receives one line at a time.
-        measure: measure the pair. False for images, whose pairs learn classes and not single images, and where the
-            caller measures: the pair is then trained once, on the whole retain set.
+        measure: measure the pair. False where the caller measures: it is then trained once, on the whole retain set.
 
     Returns:
         The content of `run.json`. `separation` holds the measurements; its `faults` are empty if the pair can steer.
@@ -280,7 +279,7 @@ class _Inputs:
     held_out: RecordSet
     """The records of the retain set that the bundle is measured on."""
     neutral: RecordSet | None
-    """Text that steering should not change; None where the bundle is not measured, by this process or at all."""
+    """Text that steering should not change; None where this process does not measure the bundle."""
     examples: dict[str, list[Example]]
     """The training examples: 'forget', 'retain'."""
 
