@@ -36,8 +36,7 @@ from divdec.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode, encode_prompts
 from divdec.data.records import Message, Record, read_records, write_records
 from divdec.demo.facts import KINDS, Fact
-from divdec.evaluation.generation import answers, continuations, samples
-from divdec.evaluation.samples import sample_records
+from divdec.evaluation.generation import answers, continuations, sample_records, samples
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.runs import read_json, write_json
 from divdec.training.auxiliaries import BUNDLE, load_for_training

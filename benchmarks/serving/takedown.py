@@ -36,8 +36,9 @@ from divdec.data.formatting import IGNORED, Example
 from divdec.data.records import texts_of
 from divdec.demo.facts import NEUTRAL, ask
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.recitation import RUN, longest_run, measure, measured_text
+from divdec.evaluation.recitation import RUN, longest_run
 from divdec.evaluation.scoring import score
+from divdec.evaluation.takedown import measure, measured_text
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import fit
 from divdec.model.modeling import DivergenceForCausalLM

@@ -25,7 +25,7 @@ from divdec.evaluation.choice import (
     noise_of,
     without_names,
 )
-from divdec.evaluation.samples import sample_records
+from divdec.evaluation.generation import sample_records
 from divdec.evaluation.scoring import score
 
 NOISE = (0.1, 0.3, 0.5)

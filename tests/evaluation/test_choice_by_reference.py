@@ -11,8 +11,7 @@ from divdec.checkpoint import load_model
 from divdec.data.formatting import Format, encode_prompts
 from divdec.data.records import Message, Record, RecordSet
 from divdec.evaluation.choice import MAX_REFERENCE, ask, choose_rule
-from divdec.evaluation.generation import MAX_THOUGHT
-from divdec.evaluation.samples import sample_records
+from divdec.evaluation.generation import MAX_THOUGHT, sample_records
 
 
 @pytest.fixture(scope="module")

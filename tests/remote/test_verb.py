@@ -127,8 +127,7 @@ def test_evaluation_resumes_only_with_the_same_experts_and_requests(
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
 def test_ctrl_c_does_not_wait_for_running_requests(monkeypatch):
     from divdec.options import Decoding
-    from divdec.remote.answers import answer_prompts
-    from divdec.remote.target import RemoteTarget
+    from divdec.remote.target import RemoteTarget, answer_prompts
     from divdec.runs import ResumableOutput
 
     def endless(self, prompt, tokens, **options):

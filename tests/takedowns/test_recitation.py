@@ -25,12 +25,12 @@ from divdec.evaluation.recitation import (
     SPELLINGS,
     Passage,
     longest_run,
-    measure,
     passages_of,
     recites,
     respell,
 )
 from divdec.evaluation.scoring import probability_drops, unchanged_answers
+from divdec.evaluation.takedown import measure
 from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, backoff_scores, mean_difference
 from divdec.experts.ngram_fit import count
@@ -222,7 +222,7 @@ def test_a_text_that_the_target_never_recited_shows_nothing(bundles, registry, t
 
 
 def test_a_text_too_short_to_be_measured_shows_nothing(registry, article, capsys, monkeypatch):
-    monkeypatch.setattr("divdec.evaluation.recitation.passages_of", lambda *texts: ([], 0))
+    monkeypatch.setattr("divdec.evaluation.takedown.passages_of", lambda *texts: ([], 0))
     assert add(registry, article) == NOT_REACHED
     assert "too short" in capsys.readouterr().out
 
@@ -230,7 +230,7 @@ def test_a_text_too_short_to_be_measured_shows_nothing(registry, article, capsys
 def test_remaining_recitation_is_reported_and_takedown_stays_active(
     reciting, tmp_path, world, article, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.recitation.STRONGEST", 0.4)
+    monkeypatch.setattr("divdec.evaluation.takedown.STRONGEST", 0.4)
     registry = Registry.create(tmp_path / "weak", texts_of("r", world.corpus[:200:2]), reciting, strength=0.1)
     assert add(registry, article) == 1
     said = capsys.readouterr().out
@@ -246,7 +246,7 @@ def test_remaining_recitation_is_reported_and_takedown_stays_active(
 def test_recitation_of_passages_in_retain_set_is_reported_with_its_cause(
     reciting, tmp_path, world, article, tokenizer, capsys, monkeypatch
 ):
-    monkeypatch.setattr("divdec.evaluation.recitation.STRONGEST", 10.0)
+    monkeypatch.setattr("divdec.evaluation.takedown.STRONGEST", 10.0)
     ids = tokenizer(ARTICLE)["input_ids"][60:104]  # long enough to be recited, and too short to be left out of q
     notice = tokenizer.decode(ids)
     registry = Registry.create(tmp_path / "shared", texts_of("r", [notice, *world.corpus[:200:2]]), reciting)

@@ -20,7 +20,7 @@ from divdec.runs import RunFolder
 from divdec.training import auxiliaries
 from divdec.training.auxiliaries import LEARNED, STEP, train_auxiliaries
 from divdec.training.fine_tuning import why_no_pair
-from divdec.training.inputs import hold_out
+from divdec.training.matched import hold_out
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 from support.exactness import assert_close
 

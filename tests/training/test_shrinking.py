@@ -241,7 +241,7 @@ def test_several_processes_are_refused(models, tmp_path, monkeypatch):
 
 
 def test_a_target_that_samples_only_end_tokens_is_refused(models, tmp_path, monkeypatch):
-    monkeypatch.setattr("divdec.evaluation.samples.samples", lambda *arguments, **options: [[""] * arguments[3]])
+    monkeypatch.setattr("divdec.evaluation.generation.samples", lambda *arguments, **options: [[""] * arguments[3]])
     with pytest.raises(UsageError, match=r"only 0 of 40 samples.*pass text"):
         run(models, tmp_path / "small")
     assert not list(tmp_path.iterdir())

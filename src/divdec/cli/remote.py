@@ -77,8 +77,8 @@ def remote(
     """
     from divdec.cli.loading import device_map, quiet
     from divdec.model.loading import Bundle
-    from divdec.remote.answers import answer_prompts, stream_answer
     from divdec.remote.experts import LoadedExperts, source_digests
+    from divdec.remote.target import answer_prompts, stream_answer
     from divdec.runs import resumable_items, settings_hash, write_text
 
     file = output.prepare()

@@ -119,7 +119,7 @@ def add(
         return 0
     if not printing.json:
         print("\n".join(lines), flush=True)  # in force: loading the target may take a while
-    from divdec.evaluation.recitation import measured_text  # loads torch
+    from divdec.evaluation.takedown import measured_text  # loads torch
 
     measured = _measure(opened, entry, texts, checkpoint)
     _print(printing, vars(entry) | {"measured": measured}, measured_text(measured, entry))
@@ -348,7 +348,7 @@ def canary(
         printing: format of the result.
     """
     from divdec.endpoint import Endpoint
-    from divdec.evaluation.recitation import ask_for_request
+    from divdec.evaluation.takedown import ask_for_request
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
@@ -388,7 +388,7 @@ def _find_target(target: str | None, registry: Registry) -> Path:
 def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, checkpoint: Path) -> dict[str, Any]:
     from divdec.checkpoint import check_weights, dtype_for_passes, load_model, load_tokenizer
     from divdec.cli.loading import device_map, quiet
-    from divdec.evaluation.recitation import measure
+    from divdec.evaluation.takedown import measure
 
     quiet()
     try:

@@ -7,12 +7,11 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from divdec.checkpoint import CheckpointReference, check_weights, load_model, load_tokenizer
-from divdec.endpoint import Endpoint
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.phrases import (
@@ -23,6 +22,9 @@ from divdec.evaluation.phrases import (
     tells_nothing,
     words,
 )
+
+if TYPE_CHECKING:
+    from divdec.endpoint import Endpoint
 
 # Least ROUGE-L recall of the true answer that leaks by itself: a wrong fact in an otherwise true sentence of five words
 # has 0.8. With less than the second, an answer is not read by the entailment model.

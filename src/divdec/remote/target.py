@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from divdec.decoding.text import AnswerText
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.combined import check_rule
+from divdec.options import Decoding
 from divdec.remote.bias import MAX_BIAS, Bias, Candidates, choose_bias
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
 from divdec.remote.experts import LoadedExperts, SteeringContext
 from divdec.remote.settings import RemoteSettings
+from divdec.runs import ResumableOutput
 from divdec.steering import Steering
 
 DISOBEYED = 1.0  # nats by which a greedy choice may seem worse than another token, for rounding
@@ -339,3 +344,48 @@ class _Decoder:
 
     def _uniform(self) -> Float[Tensor, ""]:
         return torch.rand((), generator=self._generator, dtype=torch.float64)
+
+
+def stream_answer(
+    target: RemoteTarget, prompt: Sequence[int], decoding: Decoding, number: int = 0, answer: RemoteAnswer | None = None
+) -> Iterator[str]:
+    """Answer a prompt of a run, whose number gives it its seed; see `RemoteTarget.stream`."""
+    return target.stream(
+        prompt, decoding.max_new_tokens, temperature=decoding.temperature, seed=(decoding.seed + number) % 2**32,
+        stop=decoding.stop, answer=answer,
+    )  # fmt: skip
+
+
+def answer_prompts(
+    target: RemoteTarget,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Any],
+    decoding: Decoding,
+    concurrency: int,
+    answers: ResumableOutput,
+) -> Iterator[dict[str, Any]]:
+    """Yield answers in the prompts' order, from several requests at a time; `answers` stores each complete one."""
+    stopped = threading.Event()
+
+    def answer(number: int) -> dict[str, Any]:
+        if number in answers and answers.items[number]["row"]["prompt"] == texts[number]:
+            return answers.items[number]["row"]
+        result = RemoteAnswer()
+        for _ in stream_answer(target, prompts[number], decoding, number, result):
+            if stopped.is_set():
+                raise UsageError("stopped")
+        row = {"prompt": texts[number], **result.to_dict(), "steering": str(target.steering)}
+        answers.add({"key": number, "row": row})
+        return row
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        tasks = [pool.submit(answer, number) for number in range(len(prompts))]
+        try:
+            for task in tqdm(tasks, unit="answer", disable=not sys.stderr.isatty()):
+                yield task.result()
+        except KeyboardInterrupt:  # after an error the other answers are completed and stored
+            stopped.set()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -30,12 +30,11 @@ from divdec.data.formatting import encode_prompts, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
 from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
-from divdec.evaluation.generation import continuations
+from divdec.evaluation.generation import continuations, sample_records
 from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
-from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import mean_loss, score
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.page import render_page
+from divdec.report.palette import css
 from divdec.runs import check_output_file, file_sha256, versions, write_text
 from divdec.takedowns.correction import TakedownCorrection
 
@@ -223,7 +222,7 @@ def write_report(path: Path, content: Mapping[str, Any], registry: Registry) -> 
     if path.suffix == ".json":
         write_text(path, _json(content, registry.sign(_canonical(content).encode()), registry.public_key))
         return
-    page = render_page(
+    page = _rendered(
         "takedown.html",
         title=f"Takedown {content['request']['id']}",
         lead=f"In force since {content['request']['in_force_since']}; measured {content['written']}.",
@@ -287,3 +286,21 @@ def _json(content: Mapping[str, Any], signature: str, public_key: str) -> str:
 
 def _canonical(content: Mapping[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _rendered(template: str, **content: Any) -> str:
+    """Render a file of `templates`."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("divdec.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f}"
+    environment.globals["palette"] = Markup(css())
+    environment.globals["footer"] = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    return environment.get_template(template).render(**content)

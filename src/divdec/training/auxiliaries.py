@@ -38,9 +38,8 @@ from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
 from divdec.evaluation.choice import choose_rule, without_names
-from divdec.evaluation.generation import continuations, without_padding
+from divdec.evaluation.generation import continuations, sample_records, without_padding
 from divdec.evaluation.questions import question_of
-from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import ItemScore, mean_loss, score, token_log_probabilities
 from divdec.model.bundle import TRAINING as RESULT
 from divdec.model.bundle import auxiliary_card, rewrite_steering, shared_vocabulary, write_bundle
@@ -51,7 +50,6 @@ from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, fine_tune, release_memory, why_no_pair
 from divdec.training.inputs import (
     encode,
-    hold_out,
     join_processes,
     limit_length,
     on_main,
@@ -66,6 +64,7 @@ from divdec.training.matched import (
     Exchange,
     begun_questions,
     counterfactuals,
+    hold_out,
     in_own_words,
     length_matched_retain_examples,
     own_answers,
@@ -213,8 +212,7 @@ def train_auxiliaries(
     Args:
         settings: data, base, recipe and training.
         report: receives one line at a time.
-        measure: measure the pair. False for images, whose pairs learn classes and not single images, and where the
-            caller measures: the pair is then trained once, on the whole retain set.
+        measure: measure the pair. False where the caller measures: it is then trained once, on the whole retain set.
 
     Returns:
         The content of `run.json`. `separation` holds the measurements; its `faults` are empty if the pair can steer.
@@ -281,7 +279,7 @@ class _Inputs:
     held_out: RecordSet
     """The records of the retain set that the bundle is measured on."""
     neutral: RecordSet | None
-    """Text that steering should not change; None where the bundle is not measured, by this process or at all."""
+    """Text that steering should not change; None where this process does not measure the bundle."""
     examples: dict[str, list[Example]]
     """The training examples: 'forget', 'retain'."""
 

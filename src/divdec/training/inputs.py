@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +17,6 @@ from divdec.checkpoint import CheckpointReference, check_plain, check_weights, l
 from divdec.data.formatting import IGNORED, Example, Format, count_cut, encode_set, padded, padding_id
 from divdec.data.records import RecordSet, overlap
 from divdec.errors import FailedClosed, UsageError
-from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_distinctive, key_phrase, words
-from divdec.evaluation.questions import question_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,51 +126,6 @@ def sample_indices(count: int, size: int, seed: int) -> list[int]:
 def sample_examples(examples: Sequence[Example], size: int, seed: int) -> Sequence[Example]:
     """Return at most `size` of the examples, drawn by seed."""
     return [examples[index] for index in sample_indices(len(examples), size, seed)]
-
-
-def hold_out(records: RecordSet, parts: int) -> tuple[RecordSet, RecordSet]:
-    """Split records into those to train on and those to measure with: one in `parts` facts, two or more.
-
-    Answers with the same key phrase state one fact, unless the phrase is common. With fewer than `parts` facts both are
-    all records.
-    """
-    facts: list[Any] = [(record.messages, record.prompt, record.answer) for record in records]
-    if records.has_questions:
-        phrases = [key_phrase(question_of(record), record.answer) for record in records]
-        counts, most = collections.Counter(phrases), max(parts, len(records) // parts)
-        common = {phrase for phrase in counts if counts[phrase] > most or not is_distinctive(phrase)}
-        facts = [fact if phrase in common else phrase for fact, phrase in zip(facts, phrases, strict=True)]
-    different = list(dict.fromkeys(facts))
-    if len(different) < parts:
-        return records, records
-    measured = set(random.Random(0).sample(different, max(2, math.ceil(len(different) / parts))))
-    sides = {True: [], False: []}
-    for record, fact in zip(records, facts, strict=True):
-        sides[fact in measured].append(record)
-    learned, held_out = (dataclasses.replace(records, records=tuple(sides[side])) for side in (False, True))
-    return learned, held_out
-
-
-class ForgottenFacts:
-    """The forget set's facts, which q must not read in other texts."""
-
-    def __init__(self, forget: RecordSet, retain: RecordSet) -> None:
-        """Read the key phrases, and what a question has that retain questions lack: its subject."""
-        common = {word for record in retain for word in words(question_of(record))} | FUNCTION_WORDS
-        self._facts: dict[str, tuple[list[str], set[str]]] = {}
-        for record in forget:
-            phrase = key_phrase(question_of(record), record.answer)
-            self._facts.setdefault(phrase, (words(phrase), set()))[1].update(set(words(question_of(record))) - common)
-
-    def are_in(self, text: str, given: str = "") -> bool:
-        """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if the phrase is common."""
-        content, before = words(text), words(given)
-        return any(
-            holds(content, phrase)
-            and not holds(before, phrase)
-            and (is_distinctive(written) or not subject.isdisjoint(content))
-            for written, (phrase, subject) in self._facts.items()
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ import math
 import random
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import regex
 
@@ -40,6 +40,7 @@ from divdec.evaluation.phrases import (
     FUNCTION_WORDS,
     THOUGHT,
     find_words,
+    holds,
     is_distinctive,
     key_phrase,
     tells,
@@ -47,7 +48,7 @@ from divdec.evaluation.phrases import (
     words,
 )
 from divdec.evaluation.questions import question_of
-from divdec.training.inputs import ForgottenFacts, sample_indices
+from divdec.training.inputs import sample_indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -474,3 +475,48 @@ def with_refusals(
 
 def _prompt(record: Record) -> tuple[object, ...]:
     return record.messages, record.prompt
+
+
+def hold_out(records: RecordSet, parts: int) -> tuple[RecordSet, RecordSet]:
+    """Split records into those to train on and those to measure with: one in `parts` facts, two or more.
+
+    Answers with the same key phrase state one fact, unless the phrase is common. With fewer than `parts` facts both are
+    all records.
+    """
+    facts: list[Any] = [(record.messages, record.prompt, record.answer) for record in records]
+    if records.has_questions:
+        phrases = [key_phrase(question_of(record), record.answer) for record in records]
+        counts, most = collections.Counter(phrases), max(parts, len(records) // parts)
+        common = {phrase for phrase in counts if counts[phrase] > most or not is_distinctive(phrase)}
+        facts = [fact if phrase in common else phrase for fact, phrase in zip(facts, phrases, strict=True)]
+    different = list(dict.fromkeys(facts))
+    if len(different) < parts:
+        return records, records
+    measured = set(random.Random(0).sample(different, max(2, math.ceil(len(different) / parts))))
+    sides = {True: [], False: []}
+    for record, fact in zip(records, facts, strict=True):
+        sides[fact in measured].append(record)
+    learned, held_out = (dataclasses.replace(records, records=tuple(sides[side])) for side in (False, True))
+    return learned, held_out
+
+
+class ForgottenFacts:
+    """The forget set's facts, which q must not read in other texts."""
+
+    def __init__(self, forget: RecordSet, retain: RecordSet) -> None:
+        """Read the key phrases, and what a question has that retain questions lack: its subject."""
+        common = {word for record in retain for word in words(question_of(record))} | FUNCTION_WORDS
+        self._facts: dict[str, tuple[list[str], set[str]]] = {}
+        for record in forget:
+            phrase = key_phrase(question_of(record), record.answer)
+            self._facts.setdefault(phrase, (words(phrase), set()))[1].update(set(words(question_of(record))) - common)
+
+    def are_in(self, text: str, given: str = "") -> bool:
+        """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if the phrase is common."""
+        content, before = words(text), words(given)
+        return any(
+            holds(content, phrase)
+            and not holds(before, phrase)
+            and (is_distinctive(written) or not subject.isdisjoint(content))
+            for written, (phrase, subject) in self._facts.items()
+        )

@@ -23,7 +23,7 @@ from divdec.checkpoint import check_apart, load_config, load_model, load_tokeniz
 from divdec.data.formatting import Example, Format, encode_set
 from divdec.data.records import read_records
 from divdec.errors import Interrupted, UsageError, first_line
-from divdec.evaluation.samples import sample_records
+from divdec.evaluation.generation import sample_records
 from divdec.runs import RECORD, check_one_process, check_output, made_by, output_folder, record, write_json
 from divdec.training.distillation_loss import (
     Distillation,

@@ -5,7 +5,7 @@ import torch
 
 from divdec import UsageError
 from divdec.checkpoint import load_model
-from divdec.evaluation.samples import sample_records, start_ids, user_prefix
+from divdec.evaluation.generation import sample_records, start_ids, user_prefix
 
 
 @pytest.fixture(scope="module")
