@@ -1,7 +1,7 @@
 """How well does every method let a pretrained model forget TOFU? The target learns and forgets a part of it.
 
     make smollm2-tofu                    # SmolLM2, TOFU in ../shared/data/tofu
-    make tofu-real MODELS=models         # Qwen2.5-Coder 1.5B with its 0.5B sibling as auxiliary, all with LoRA
+    make tofu-real                       # Qwen2.5-Coder 1.5B with its 0.5B sibling as auxiliary, all with LoRA
     python -m research.studies.tofu --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
 
 The target is the pretrained model tuned on forget05 and on the questions of retain_perturbed, the retrained model the
