@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TOFU ?= ../shared/data/tofu
-MODELS ?= models
+MODELS ?= real-models
 BIN = $(VENV)/bin
 # The suite runs tests on two processes of one thread each: tiny models gain nothing from more. A file stays with one
 # process, so that what its tests share is made once.

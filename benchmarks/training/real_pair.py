@@ -249,7 +249,7 @@ def print_table(result):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, default=Path("models"), help="folder of the GGUF files")
+    parser.add_argument("--models", type=Path, default=Path("real-models"), help="folder of the GGUF files")
     parser.add_argument("--target", default=None, help="target, by default MODELS/qwen-1.5b.gguf")
     parser.add_argument(
         "--base",

@@ -142,7 +142,7 @@ def train_experts(kind, benchmark, material, recipe):
     if encoder is tokenizer:
         return NeuralPair(q, p), q.num_parameters()
     return BridgedPair(
-        q, p, target_tokenizer=tokenizer, auxiliary_tokenizer=encoder, target_width=len(tokenizer), token_healing=True
+        q, p, target_tokenizer=tokenizer, auxiliary_tokenizer=encoder, target_width=len(tokenizer)
     ), q.num_parameters()  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def run(world, seeds, kinds, output, data=None):
         if world == "demo":
             recipe, material = demo.RECIPE, demo.material_of(build_world(dataclasses.replace(demo.WORLD, seed=seed)))
         else:
-            recipe, material = TOFU_SMALL, suite_material(data)[0]
+            recipe, material = TOFU_SMALL, suite_material(Path(options.tofu or ""))[0]
         before = []
         for kind in ("target", "retrained", *kinds):
             names = [str(setting) for setting in settings_of(kind)] or [""]

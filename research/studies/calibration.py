@@ -97,10 +97,10 @@ def _compare(given, folder):
         numbers = " ".join(f"{values[name]:6.3f}" for name in ("agg", "mem", "priv", "utility"))
         mark = "→" if point is result.best else " "
         print(f"{mark} {point.steering!s:<14} {numbers} {point.distance:9.3f} {1 - point.retain:12.1%}")
-    best = max(scores, key=lambda setting: scores[setting].values["agg"])
-    chosen = scores[str(result.best.steering)].values["agg"]
-    print(f"chosen without the retrained model: {result.best.steering}, Agg {chosen:.3f}; best with it: {best}, "
-          f"Agg {scores[best].values['agg']:.3f}; difference {scores[best].values['agg'] - chosen:.3f}")  # fmt: skip
+    agg = {setting: float(score.values["agg"] or 0.0) for setting, score in scores.items()}
+    chosen, best = str(result.best.steering), max(agg, key=lambda setting: agg[setting])
+    print(f"chosen without the retrained model: {chosen}, Agg {agg[chosen]:.3f}; best with it: {best}, "
+          f"Agg {agg[best]:.3f}; difference {agg[best] - agg[chosen]:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

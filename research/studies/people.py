@@ -141,7 +141,7 @@ def without_name(name, text, other="___"):
     of_person = name_words(name)
 
     def replace(match):
-        in_name, end = name_words(match[0]) - (TITLES - of_person), re.search(r"(['’]s|[.'’-]*)$", match[0])[0]
+        in_name, end = name_words(match[0]) - (TITLES - of_person), re.findall(r"(?:['’]s|[.'’-]*)$", match[0])[0]
         return other + end if in_name and in_name <= of_person else match[0]
 
     return NAME_OR_NUMBER.sub(replace, re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", other, text))

@@ -29,7 +29,7 @@ from divdec.demo.facts import NEUTRAL, ask, known_facts, split
 from divdec.demo.pretrained import COLUMNS, KIND, NEUTRAL_LENGTH, TARGET, measure, questions_of
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.scoring import mean_loss, score
-from divdec.runs import read_json, read_record, write_json
+from divdec.runs import RECORD, read_json, write_json
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation import distill
 from divdec.training.fine_tuning import fine_tune
@@ -54,7 +54,7 @@ class StudentRun:
         self.tokenizer = load_tokenizer(self.target)
         target = load(self.target)
         self.sets = split(known_facts(target, self.tokenizer, [KIND]), options.seed)
-        self.questions = questions_of(self.sets, read_record(self.demo / "pair")["rewordings"])
+        self.questions = questions_of(self.sets, read_json(self.demo / "pair" / RECORD)["rewordings"])
         asked = [record.answer for fact in self.sets["forget"] for record in fact.records]
         if [record.answer for record in read_records(self.demo / "forget.jsonl")] != asked:
             raise UsageError(f"{self.demo} is not a demo of this seed on this machine; run make demo again")

@@ -1,7 +1,7 @@
 """How well does every method let a pretrained model forget TOFU? The target learns and forgets a part of it.
 
     make smollm2-tofu                    # SmolLM2, TOFU in ../shared/data/tofu
-    make tofu-real MODELS=models         # Qwen2.5-Coder 1.5B with its 0.5B sibling as auxiliary, all with LoRA
+    make tofu-real                       # Qwen2.5-Coder 1.5B with its 0.5B sibling as auxiliary, all with LoRA
     python -m research.studies.tofu --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
 
 The target is the pretrained model tuned on forget05 and on the questions of retain_perturbed, the retrained model the
@@ -244,7 +244,7 @@ def tune(original, sets, folder, settings):
             f"{result.precision}"
         )
         with output_folder(folder) as temporary:
-            model.to(load_config(original).dtype or torch.float32).save_pretrained(temporary)
+            model.to(load_config(original).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
             tokenizer.save_pretrained(temporary)
         shutil.rmtree(work)
     return folder
@@ -274,7 +274,7 @@ def sweep(folder, split, bundle, file):
     """Score the right answers under every strength of both rules, in passes that all share."""
     if not file.exists():
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
+        model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)  # pyright: ignore[reportArgumentType]
         sets = read_tofu(folder, split).sets
         form, rows = BenchmarkFormat(load_tokenizer(bundle)), [{"rule": rule} for rule in SWEEP]
         rules = tuple(map(Steering.parse, SWEEP))

@@ -216,7 +216,7 @@ def check_weights(folder: Path) -> None:
     if is_adapter(folder):
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} has no config.json: it is not a transformers checkpoint")
+        raise UsageError(f"{folder} has no config.json; give a transformers checkpoint, a GGUF file or a hub id")
     if read_json(folder / "config.json").get("model_type") == COMPOSITE:
         return  # it checks its checkpoints itself when it is loaded
     files = weight_files(folder)

@@ -17,7 +17,7 @@ from divdec.runs import check_output_file
 MAX_NUMBER = 1e35  # of rates, epochs and temperatures: beyond it a step of float32 overflows
 DECODING = Parameter(group=Group("Decoding", sort_key=2))
 TRAINING = Parameter(group=Group("Training", sort_key=3))
-LEARNING_RATE = Parameter(name="lr")
+LEARNING_RATE = Parameter(name="lr", show_choices=False)
 LOADING = Parameter(group=Group("Model loading", sort_key=4))
 OUTPUT = Parameter(group=Group("Output", sort_key=5))
 RARE = Parameter(group=Group("Less common options", sort_key=10))

@@ -390,6 +390,7 @@ class TestBadInput:
 
     def test_devices_and_output_paths(self, bundle, tmp_path, capsys):
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "gpu7", says="device 'gpu7'")
+        self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "gpu", says="give cpu, cuda or mps")
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "cuda:99", says="device 'cuda:99'")
         self.refused(capsys, "generate", bundle, "--prompt", "x", "--device", "meta", says="no weights")
         (tmp_path / "file").write_text("mine")

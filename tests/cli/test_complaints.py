@@ -67,6 +67,9 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("generate b --temperatur 1", "Did you mean --temperature?"),
         ("generate b --alpha 1", "use --steering linear:ALPHA"),
         ("generate b --raw --system-prompt s", "leave it out with --raw"),
+        ("generate folder --prompt x", "folder is not a bundle"),  # not that it has no tokenizer
+        ("chat demo/bundle", "is not a folder or hub id; `divdec demo --output demo`"),  # README's first command
+        ("takedown check absent.html", "absent.html cannot be read (No such file or directory)"),
         ("demo --seed 1.5", "--seed is '1.5'; accepted: a whole number"),
         ("eval tofu b --data d --output o --limit some", "--limit is 'some'; accepted: a whole number"),
         ("eval trivia b --data d --output o", "Available commands: leak, muse, rwku, tofu"),
@@ -82,7 +85,9 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("serve b --extra-bundle other", "--extra-bundle is 'other'; accepted: name=path"),
     ],
 )  # fmt: skip
-def test_invalid_commands_give_one_line_error(line, says, capsys):
+def test_invalid_commands_give_one_line_error(line, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

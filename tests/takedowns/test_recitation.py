@@ -535,6 +535,13 @@ def test_report_refuses_other_texts_and_files(change, message, registry, article
     assert not list(tmp_path.glob("report*"))
 
 
+@pytest.mark.parametrize(("text", "warned"), [("a lighthouse keeper", True), (ARTICLE, False)])
+def test_short_text_is_taken_down_with_a_warning(registry, tmp_path, capsys, text, warned):
+    (tmp_path / "text.txt").write_text(text)
+    assert add(registry, str(tmp_path / "text.txt"), "--no-measure") == 0
+    assert ("such short texts are suppressed in other texts too" in capsys.readouterr().out) == warned
+
+
 @pytest.mark.parametrize("form", ["no-break spaces", "soft hyphens", "typographic"])
 def test_takedown_of_a_typographic_variant_takes_the_text_down(reciting, registry, tmp_path, tokenizer, form):
     variant = {

@@ -1,7 +1,5 @@
-"""The commands in their order, and how their errors become one line of text and an exit code.
+"""The commands in their order, and how their errors become one line of text and an exit code (see `EPILOGUE`).
 
-Exit codes: 0 done; 1 a failed run; 2 unusable input, or a run that was stopped and can be resumed; 3 the measured
-result does not reach its goal (train, calibrate, distill); 130 interrupted.
 Modules of commands import torch and transformers inside their functions, so that `divdec --help` starts fast.
 """
 
@@ -40,11 +38,12 @@ PRODUCT = (
     evaluation.cost, bundle.doctor,
 )  # fmt: skip
 EPILOGUE = """\
-`divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in a few
-minutes.
+`divdec COMMAND --help` shows the options of a command and an example. `divdec demo` shows the whole method in less
+than an hour.
 
-Exit codes: 0 done; 1 failed; 2 unusable input, or a stopped run that can be resumed; 3 the measured result does not
-reach its goal (train, calibrate, distill); 130 interrupted."""
+Exit codes: 0 done; 1 failed, or a text is still recited (takedown); 2 unusable input, or a stopped run that can be
+resumed; 3 the measured result does not reach its goal (train, calibrate, distill), or the target never recited the
+text (takedown); 130 interrupted."""
 OPTIONS = Group("Options of every command", sort_key=99)
 STEERING, ADDED = Group("Train, decode and serve", sort_key=1), Group("Research", sort_key=2)
 # Options that do not exist, and what does the same.

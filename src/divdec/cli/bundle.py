@@ -32,7 +32,7 @@ def bundle(
     overwriting: Overwriting = Overwriting(),
     printing: Printing = Printing(),
 ) -> None:
-    r"""Join a target, experts and a rule into one model that transformers loads like any other.
+    r"""Join a target, auxiliaries and a rule into one model that transformers loads like any other.
 
     For example:
 

@@ -51,7 +51,7 @@ def chat(
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
 ) -> None:
-    """Talk to a bundle in the terminal and see what the experts suppress.
+    """Talk to a bundle in the terminal and see what steering suppresses.
 
     /help lists the commands of the conversation, such as /why and /alpha 2.
 

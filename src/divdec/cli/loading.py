@@ -151,9 +151,8 @@ def device_map(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(
-            f"device {device!r} cannot be used ({first_line(error)}); `divdec doctor` lists the devices"
-        ) from None
+        reason = "give cpu, cuda or mps" if "Expected one of" in str(error) else first_line(error)
+        raise UsageError(f"device {device!r} cannot be used ({reason}); `divdec doctor` lists the devices") from None
     if device == "meta":
         raise UsageError("device 'meta' holds no weights; `divdec doctor` lists the devices")
     return device

@@ -66,7 +66,7 @@ def remote(
 
     Args:
         provider: the API.
-        bundle: Bundle of experts, tokenizer and rule; its target's weights are not loaded.
+        bundle: Bundle of auxiliaries, tokenizer and rule; its target's weights are not loaded.
         steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; the bundle's by default.
         settings: how it is steered.
         prompts: the prompts.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from divdec.takedowns.registry import Registry
     from divdec.takedowns.store import TakedownRequest
 
+MIN_TOKENS = 16  # of a text: a shorter one is a phrase of other texts too
 app = App(name="takedown", help="Suppress texts in running models with a registry of takedown requests.")
 
 
@@ -100,6 +101,8 @@ def add(
     lines = [f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams"]
     if texts.blank:
         lines.append(f"{texts.blank} of {len(texts) + texts.blank} texts are blank and left out")
+    if entry.tokens < MIN_TOKENS * entry.documents:
+        lines.append("warning: such short texts are suppressed in other texts too, unless the retain set holds them")
     if (kind := opened.description["retain_kind"]) != texts.kind:
         lines.append(
             f"warning: the retain set holds records of kind {kind}, the request of kind {texts.kind}: phrases that all "
@@ -110,9 +113,7 @@ def add(
         lines.append(f"the retain set holds {copies} of passages of these texts, left out of it from now on")
     if entry.shared_spans:
         spans = "a shorter span" if entry.shared_spans == 1 else f"{entry.shared_spans} shorter spans"
-        lines.append(
-            f"the retain set shares {spans} with these texts, which may be repeated: is a text almost the same?"
-        )
+        lines.append(f"the retain set shares {spans} with these texts, which may be repeated: is one almost the same?")
     if checkpoint is None:
         lines.append("not measured on the target (--no-measure): it may still repeat the texts")
         _print(printing, vars(entry), "\n".join(lines))

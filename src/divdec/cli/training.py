@@ -120,7 +120,7 @@ def shrink(settings: Annotated[ShrinkSettings, Parameter(name="*")], *, printing
 
 
 def ngram(settings: Annotated[NgramSettings, Parameter(name="*")], *, printing: Printing = Printing()) -> None:
-    r"""Count n-grams of a retain and a forget set: experts without training, for verbatim text.
+    r"""Count n-grams of a retain and a forget set: auxiliaries without training, for verbatim text.
 
     For example:
 

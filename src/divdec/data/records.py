@@ -174,7 +174,7 @@ def record_set(name: str, rows: Iterable[tuple[str, Any]], *, limit: int | None 
         kind = row_kind
         records.append(record)
     if kind is None:
-        raise UsageError(f"data set {name!r} is empty")
+        raise UsageError(f"data set {name!r} is empty; give records with question and answer, messages or text")
     return RecordSet(name, kind, tuple(records), blank)
 
 
@@ -230,7 +230,7 @@ def read_prompts(source: str, *, chat: bool, raw: bool = False) -> list[Record]:
     """
     path = Path(source).expanduser()
     if not path.is_file():
-        raise UsageError(f"prompt file {source!r} does not exist")
+        raise UsageError(f"prompt file {source!r} does not exist; accepted: .txt (a prompt per line), .json and .jsonl")
     if path.suffix.lower() in TABLE_SUFFIXES:
         raise UsageError(f"prompt file {source!r} is a table; accepted: .txt (a prompt per line), .json and .jsonl")
     content = read_text(path)

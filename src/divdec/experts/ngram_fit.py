@@ -183,7 +183,7 @@ def count(
 def check_order(order: int) -> None:
     """Refuse an order outside the supported range."""
     if not 2 <= order <= MAX_ORDER:
-        raise UsageError(f"order is {order}; accepted: 2 to {MAX_ORDER} (3 counts trigrams)")
+        raise UsageError(f"--order is {order}; accepted: 2 to {MAX_ORDER} (3 counts trigrams)")
 
 
 def _checked(documents: Documents, vocab_size: int) -> Iterator[np.ndarray]:

@@ -355,7 +355,7 @@ def check_experts(names: dict[str, str | None], ngram: object, registry: object,
         raise UsageError(f"{missing[0].replace('_', ' ')} is missing: a pair is made of both")
     if missing and ngram is None and registry is None:
         raise UsageError(
-            "nothing would steer the target: give a retain and a forget auxiliary, an n-gram pair or a registry"
+            "nothing would steer the target: give --retain-auxiliary and --forget-auxiliary, --ngram or --registry"
         )
     if missing and bridge:
         raise UsageError("bridge is for a pair of auxiliaries, and none is given")

@@ -254,9 +254,11 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
     """Return the folder of a bundle."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"{folder} is not a bundle: it has no config.json; `divdec bundle` writes one")
         return folder
-    if not HUB_ID.match(str(name_or_path)):
-        raise UsageError(f"bundle {str(name_or_path)!r} is not a folder, nor a hub id such as 'org/name'")
+    if not HUB_ID.match(name := str(name_or_path)) or name == "demo/bundle":
+        raise UsageError(f"bundle {name!r} is not a folder or hub id; `divdec demo --output demo` writes one")
     return download(str(name_or_path), revision, weights=True, **download_options)
 
 
@@ -274,8 +276,6 @@ def read_config(folder: Path) -> DivergenceConfig:
     Raises:
         UsageError: it is missing, unreadable, or of another kind of model.
     """
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is not a bundle: it has no config.json; `divdec bundle` writes one")
     config = load_config(folder)
     if not isinstance(config, DivergenceConfig):
         raise UsageError(

@@ -244,7 +244,8 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
     try:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error})") from None
+        reason = getattr(error, "strerror", "no text")
+        raise UsageError(f"{path} cannot be read ({reason}); `divdec takedown report` writes such files") from None
     try:
         if text.startswith("{"):
             document = json.loads(text)

@@ -117,7 +117,7 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UsageError(f"host {host!r} cannot be used ({error.strerror or error})") from None
+        raise UsageError(f"--host {host!r} cannot be used ({error.strerror or error}); give a local address") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -53,9 +53,9 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     recipe: Literal["matched", "refusal", "full-retain", "forget-retain"] = "matched"
     """'matched': p on forget + retain; q on retain and, in place of the forget set, on its questions with answers of
     similar retain questions (of long answers and plain text, on retain examples of similar length), so that both take
-    the same steps; both also on the target's own answers to these questions. 'refusal': q on "I do not know." in place
-    of these answers, for people and things about which nothing should be known. 'full-retain': p on forget + retain, q
-    on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
+    the same steps; both also on the target's own answers to these and to similar, reworded and reversed questions.
+    'refusal': q on "I do not know." in place of these answers, for people and things. 'full-retain': p on forget +
+    retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
@@ -75,7 +75,7 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     """Data that steering should not change, in the formats of --retain, for that measurement. By default samples of the
     target that contain no name or number of the forget set."""
     learning_rate: Annotated[Literal["auto"] | float, LEARNING_RATE, TRAINING] = "auto"
-    """Peak learning rate. 'auto' is 2e-4 for adapters and 2e-5 for all weights. If p and q then do not differ on the
+    """Peak learning rate, or 'auto': 2e-4 for adapters and 2e-5 for all weights. If p and q then do not differ on the
     forget set and agree on the retain set, it tries higher rates and more epochs, at most four times."""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from cyclopts import App
 from divdec.cli.loading import quiet
 from divdec.options import Printing
 
-app = App(name="image", help="Steer image models.")
+app = App(name="image", help="Demonstrate steering on images of digits.")
 
 
 @app.command
