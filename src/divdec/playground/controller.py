@@ -83,7 +83,7 @@ class Controller:
             tokens = self.model.recolor(prompt, conversation[-1].tokens, steering)
         except Exception as error:
             return _replace_last(conversation, note=explain_error(error))
-        return _replace_last(conversation, tokens=tokens, color_rule=str(steering))
+        return _replace_last(conversation, tokens=tokens, color_rule=self.model.rule_name(steering))
 
     def answer_unsteered(self, conversation: Conversation, earlier: Conversation) -> Iterator[Conversation]:
         """Yield the target's own answers so far and to the last question, UNSTEERED, where they may be shown."""
@@ -124,7 +124,9 @@ class Controller:
         if not is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
             raise UsageError(f"temperature is {temperature!r}; accepted: 0 (greedy) to {MAX_TEMPERATURE:g}")
         steering = values.steering(self.model)
-        return str(steering), self.model.answer(self.model.encode_prompt(messages), steering, temperature)
+        return self.model.rule_name(steering), self.model.answer(
+            self.model.encode_prompt(messages), steering, temperature
+        )
 
 
 def to_messages(conversation: Conversation) -> tuple[Message, ...]:

@@ -25,7 +25,7 @@ from divdec.decoding.generation import generate_stream
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.generation import end_tokens
-from divdec.experts.combined import NoExperts, check_rule
+from divdec.experts.combined import NoExperts, check_rule, rule_name
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
 from divdec.steering import MAX_ALPHA, Steering
@@ -77,8 +77,8 @@ class SteeringControls:
     """The bundle's rule; every choice keeps its eligible vocabulary and fill."""
     eligible_size: int
     """Size of the eligible vocabulary."""
-    rank: bool = True
-    """Whether the rank rule is offered; it needs experts, not only takedown requests."""
+    experts: bool = True
+    """Whether a rule has experts to apply to; otherwise takedown requests alone steer."""
 
     def __post_init__(self) -> None:
         """Refuse a bundle whose rule steers nothing."""
@@ -91,7 +91,7 @@ class SteeringControls:
     @property
     def rules(self) -> tuple[str, ...]:
         """Names of the rules."""
-        return ("linear", "rank") if self.rank else ("linear",)
+        return ("linear", "rank") if self.experts else ("takedowns",)
 
     @property
     def alpha_range(self) -> tuple[float, float]:
@@ -111,6 +111,8 @@ class SteeringControls:
         """Return the rule for values that a client sent; refuse those that the controls do not offer."""
         if rule not in self.rules:
             raise UsageError(f"rule is {rule!r}; accepted here: {', '.join(self.rules)}")
+        if rule == "takedowns":
+            return self.default
         if rule == "linear":
             low, high = self.alpha_range
             if not is_number(alpha) or not low <= alpha <= high:
@@ -137,7 +139,7 @@ class SteeredModel:
         check_template_kwargs(tokenizer, options.chat_template_kwargs)
         rule = model.steering
         eligible_size = model.vocab_size if rule.vocabulary is None else len(rule.vocabulary)
-        self.controls = SteeringControls(rule, eligible_size, rank=not isinstance(model.experts, NoExperts))
+        self.controls = SteeringControls(rule, eligible_size, experts=not isinstance(model.experts, NoExperts))
         self.model, self.tokenizer, self.options, self.reveal = model, tokenizer, options, reveal
         self.eos_token_ids = end_tokens(model)
         self.max_length: int = model.config.max_position_embeddings or 1 << 15
@@ -223,6 +225,10 @@ class SteeredModel:
             raise UsageError(f"{steering} steers nothing: the playground answers steered only")
         check_rule(steering, self.model.experts)
         steering.check_vocabulary(self.model.vocab_size)
+
+    def rule_name(self, steering: Steering) -> str:
+        """Name a rule, and the takedown requests that the model follows."""
+        return rule_name(steering, self.model.experts, self.model.takedowns)
 
     def decode(self, token_id: int) -> str:
         """Return the text of one token."""

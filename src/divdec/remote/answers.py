@@ -44,7 +44,7 @@ def answer_prompts(
         for _ in stream_answer(target, prompts[number], decoding, number, result):
             if stopped.is_set():
                 raise UsageError("stopped")
-        row = {"prompt": texts[number], **result.to_dict(), "steering": str(target.steering)}
+        row = {"prompt": texts[number], **result.to_dict(), "steering": target.rule}
         answers.add({"key": number, "row": row})
         return row
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from divdec.decoding.text import AnswerText
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.combined import check_rule
+from divdec.experts.combined import check_rule, rule_name
 from divdec.remote.bias import MAX_BIAS, Bias, Candidates, choose_bias
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
 from divdec.remote.experts import LoadedExperts, SteeringContext
@@ -106,6 +106,7 @@ class RemoteTarget:
         steering.check_vocabulary(experts.vocab_size)
         self.completions = Completions(endpoint, experts.tokenizer, experts.eos_token_ids, experts.vocab_size, extra)
         self.steering, self.settings = steering, settings or RemoteSettings()
+        self.rule = rule_name(steering, experts.experts, experts.takedowns)
         self.choices: list[ChosenToken] = []
         self.capabilities: ProviderCapabilities | None = None
         self.experts = experts
