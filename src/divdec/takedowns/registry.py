@@ -109,6 +109,8 @@ class Registry:
             absolute = Path(reference.folder).is_absolute()
             path = str(checkpoint) if absolute else os.path.relpath(checkpoint, folder.resolve())
             reference = CheckpointReference(folder=path)
+        else:
+            reference = CheckpointReference(hub_id=reference.hub_id, revision=checkpoint.name)  # the snapshot's commit
         if (folder / DATABASE).exists():
             raise UsageError(
                 f"{folder} is a registry already; add requests to it (divdec takedown add), or give another name"
