@@ -239,8 +239,10 @@ def test_remaining_recitation_is_reported_and_takedown_stays_active(
     assert "train a pair" in said
     assert "lighthouse" not in said
     assert [entry.id for entry in registry.entries()] == ["case"]
-    assert main(["takedown", "verify", str(registry.folder)]) == 1
-    assert "still recited" in capsys.readouterr().out
+    assert main(["takedown", "verify", str(registry.folder), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["whole"]  # nothing is to be restored
+    assert "still recited" in result["problems"][0]
 
 
 def test_recitation_of_passages_in_retain_set_is_reported_with_its_cause(
