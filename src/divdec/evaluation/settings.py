@@ -14,6 +14,8 @@ from divdec.options import (
     SteeringChoice,
     TrainingData,
     check_at_least,
+    check_positive,
+    check_seed,
     read_template_kwargs,
 )
 
@@ -111,6 +113,11 @@ class LeakSettings(QuestionSettings):
 
     def __post_init__(self) -> None:
         check_at_least("attacks", self.attacks, 1)
+        check_at_least("samples", self.samples, 0)
+        check_positive("temperature", self.temperature)
+        check_seed(self.seed)
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p is {self.top_p:g}; accepted: above 0, at most 1")
         super().__post_init__()
 
 
