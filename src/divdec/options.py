@@ -253,9 +253,9 @@ def check_positive(name: str, value: float) -> None:
         raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {MAX_NUMBER:g}")
 
 
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a number below `least`."""
-    if value < least:
+def check_at_least(name: str, value: int | None, least: int) -> None:
+    """Refuse a number below `least`; None is accepted."""
+    if value is not None and value < least:
         raise UsageError(f"{option(name)} is {value}; accepted: a whole number of at least {least}")
 
 

@@ -54,6 +54,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("calibrate b --forget f --retain r", "--holdout is required"),
         ("calibrate b --forget f --retain r --reference none", "--neutral is required with --reference none"),
         ("calibrate b --forget f --retain r --reference none --neutral n --holdout h", "--holdout is for --refer"),
+        ("calibrate b --forget f --retain r --holdout h --limit 0", "--limit is 0; accepted: a whole number"),
         ("calibrate org/b --forget f --retain r --holdout h --write", "org/b is no folder that may be written to"),
         ("generate", "bundle is required"),
         ("generate b c", "'c'"),

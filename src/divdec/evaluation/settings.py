@@ -48,10 +48,8 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     """Sequences per forward pass."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_length"):
+        for name in ("batch_size", "max_length", "limit"):
             check_at_least(name, getattr(self, name), 1)
-        if self.limit is not None:
-            check_at_least("limit", self.limit, 1)
         if self.sweep and self.steering:
             raise UsageError("give --steering or --sweep, not both")
         if self.sweep and len(self.models) > 1:
@@ -148,7 +146,8 @@ class CalibrationSettings(TrainingData, BundleArgument):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("batch_size", self.batch_size, 1)
+        for name in ("batch_size", "limit"):
+            check_at_least(name, getattr(self, name), 1)
         if self.force and not self.write:
             raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
         if self.reference == "q" and self.holdout is None:

@@ -131,11 +131,9 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     """Seed of the samples and of the data order."""
 
     def __post_init__(self) -> None:
-        for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1)):
+        for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1), ("steps", 0)):
             check_at_least(name, getattr(self, name), least)
         check_seed(self.seed)
-        if self.steps is not None:
-            check_at_least("steps", self.steps, 0)
         check_positive("learning_rate", self.learning_rate)
         if not 0 <= self.minutes <= MAX_NUMBER:
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")
