@@ -160,7 +160,7 @@ def test_rules_require_experts(models, registry, tmp_path):
     bundle = write_bundle(tmp_path / "bundle", target=str(models / "target"), registry=registry.folder)
     steered = SteeredModel(DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle), ChatOptions())
     with pytest.raises(UsageError, match="needs no rule"):
-        steered.check_steering(Steering("rank", k=5))
+        steered.with_rule(Steering("rank", k=5))
     (turn,) = last(Controller("tiny", steered).ask(QUESTION, (), ControlValues("linear")))
     assert (turn.answer, turn.note) == ("", "Rule is 'linear'; accepted here: takedowns.")
     (turn,) = last(Controller("tiny", steered).ask(QUESTION, (), ControlValues("takedowns")))
