@@ -125,7 +125,9 @@ def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, a
     answers = [continued(model.target, ids) for ids in (prompt, other)]
     [stays] = unchanged_answers(model, [prompt, other], answers, [model.steering])
     assert stays == [False, continued(model, other) == answers[1]]
-    assert probability_drops(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
+    assert probability_drops(model, prompt, continued(model, prompt), model.steering), (
+        "what takedowns push down is not shown"
+    )
     registry.remove("case")
     assert (continued(model, prompt), continued(model, other)) == before
 

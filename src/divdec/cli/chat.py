@@ -166,12 +166,7 @@ class ChatSession:
         if not self.last_answer:
             print("there is no answer yet")
             return
-        current = self.model.steering
-        self.model.steering = self.last_steering
-        try:
-            suppressed = probability_drops(self.model, self.last_prompt, self.last_answer)
-        finally:
-            self.model.steering = current
+        suppressed = probability_drops(self.model, self.last_prompt, self.last_answer, self.last_steering)
         if not suppressed:
             print("the experts suppressed nothing")
             return
