@@ -35,7 +35,7 @@ from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passag
 from divdec.evaluation.samples import sample_records
 from divdec.evaluation.scoring import mean_loss, score
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.report.page import render_page
+from divdec.report.palette import css
 from divdec.runs import check_output_file, file_sha256, versions, write_text
 from divdec.takedowns.correction import TakedownCorrection
 
@@ -223,14 +223,23 @@ def write_report(path: Path, content: Mapping[str, Any], registry: Registry) -> 
     if path.suffix == ".json":
         write_text(path, _json(content, registry.sign(_canonical(content).encode()), registry.public_key))
         return
-    page = render_page(
-        "takedown.html",
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    loader = PackageLoader("divdec.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f}"
+    page = environment.get_template("takedown.html").render(
         title=f"Takedown {content['request']['id']}",
         lead=f"In force since {content['request']['in_force_since']}; measured {content['written']}.",
         report=content,
         json=json.dumps(content, indent=2, ensure_ascii=False).replace("<", "\\u003c"),  # which could end the block
         run=RUN,
         length=LENGTH,
+        palette=Markup(css()),
+        footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
     ending = SIGNATURE.format(signature=registry.sign(page.encode()), public_key=registry.public_key)
     write_text(path, page + ending)
