@@ -86,6 +86,26 @@ def test_run_record_contains_settings_metrics_and_versions():
     assert settings_hash({"a": 1, "b": 2}) == settings_hash({"b": 2, "a": 1}) != settings_hash({"a": 2, "b": 2})
 
 
+def test_commit_is_that_of_divdecs_own_source(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=Ana", "-c", "user.email=ana@example.org")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init")
+    git("commit", "--allow-empty", "--message", "another repository")
+    monkeypatch.chdir(tmp_path)
+    assert record("train", {})["git_commit"] != git("rev-parse", "HEAD")
+    source = tmp_path / "runs.py"
+    source.write_text("")
+    monkeypatch.setattr(runs, "__file__", str(source))
+    assert record("train", {})["git_commit"] is None  # installed in a folder of another repository
+    git("add", "runs.py")
+    git("commit", "--message", "a checkout of divdec")
+    assert record("train", {})["git_commit"] == git("rev-parse", "HEAD")
+
+
 def test_interrupted_run_resumes_and_finished_run_requires_overwrite(tmp_path):
     output, work = tmp_path / "out", {"lr": 1, "data": "a"}
     with RunFolder.open(output, "train", work, work) as run:

@@ -292,11 +292,3 @@ def test_changed_steering_keeps_eligible_vocabulary():
 def test_negative_alpha_is_refused():
     with pytest.raises(UsageError, match="towards the forget set"):
         Steering(alpha=-0.5)
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_field_of_earlier_bundles_is_ignored(allowed):
-    fields = Steering(alpha=1.5).to_dict() | {"allow_negative": allowed}
-    assert Steering.from_dict(fields) == Steering(alpha=1.5)
-    with pytest.raises(UsageError, match="towards the forget set"):
-        Steering.from_dict(fields | {"alpha": -1.0})

@@ -16,6 +16,7 @@ from divdec.runs import file_sha256, read_json, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?$")
 INDEX = "model.safetensors.index.json"
 # Files that decide what a model reads and computes.
@@ -76,6 +77,11 @@ class CheckpointReference:
         texts = (reference.folder, reference.hub_id, reference.revision)
         if not all(text is None or isinstance(text, str) for text in texts):
             raise UsageError(f"the bundle's reference of the {part} is malformed; write the bundle again")
+        if reference.folder is None and not COMMIT.fullmatch(reference.revision or ""):
+            raise UsageError(
+                f"{part}: {reference.hub_id} at {reference.revision or 'no revision'}, which may change; accepted: a "
+                "commit of 40 hexadecimal digits, as a bundle or registry that is written again has"
+            )
         return reference
 
     def to_dict(self) -> dict[str, Any]:

@@ -67,8 +67,7 @@ class Decoding:
         check_at_least("max_new_tokens", self.max_new_tokens, 1)
         if not 0 <= self.temperature <= MAX_NUMBER:
             raise UsageError(f"--temperature is {self.temperature:g}; accepted: 0 (greedy) or above")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed is {self.seed}; accepted: 0 to {2**32 - 1}")
+        check_seed(self.seed)
         if "" in self.stop:
             raise UsageError("--stop is empty; accepted: a text before which the answer ends")
 
@@ -138,8 +137,9 @@ class Optimization:
 
     def __post_init__(self) -> None:
         check_positive("epochs", self.epochs)
-        for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("lora_rank", 0), ("seed", 0)):
+        for name, least in (("batch_size", 1), ("gradient_accumulation", 1), ("lora_rank", 0)):
             check_at_least(name, getattr(self, name), least)
+        check_seed(self.seed)
 
 
 @Parameter(name="*")
@@ -254,10 +254,16 @@ def check_positive(name: str, value: float) -> None:
         raise UsageError(f"{option(name)} is {value:g}; accepted: a number above 0, at most {MAX_NUMBER:g}")
 
 
-def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a number below `least`."""
-    if value < least:
+def check_at_least(name: str, value: int | None, least: int) -> None:
+    """Refuse a number below `least`; None is accepted."""
+    if value is not None and value < least:
         raise UsageError(f"{option(name)} is {value}; accepted: a whole number of at least {least}")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that numpy does not accept."""
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"--seed is {seed}; accepted: 0 to {2**32 - 1}")
 
 
 def option(name: str) -> str:

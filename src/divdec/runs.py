@@ -413,11 +413,12 @@ def versions() -> dict[str, str | None]:
 
 
 def record(verb: str, settings: Any, **content: Any) -> dict[str, Any]:
-    """Return the content of a `run.json`: verb, settings, versions, commit, time, and further fields of the run."""
-    commit = None
+    """Return the content of a `run.json`: verb, settings, versions, divdec's commit, time, and fields of the run."""
+    commit, file = None, Path(__file__)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
+        # Another repository, in which divdec is only installed, does not track the file: git fails.
+        git = ["git", "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
     return {
         "verb": verb,
         "status": "finished",

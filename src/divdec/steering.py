@@ -227,8 +227,6 @@ class Steering:
         Raises:
             UsageError: a field is unknown or its value is invalid.
         """
-        # Bundles written earlier have this field; a negative alpha is refused whatever it says.
-        fields = {name: value for name, value in fields.items() if name != "allow_negative"}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(map(str, set(fields) - known)):
             raise UsageError(f"steering has unknown fields {unknown}; accepted: {sorted(known)}")

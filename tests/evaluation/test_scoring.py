@@ -268,9 +268,13 @@ def test_batched_generation_matches_unbatched(model, tokenizer):
         assert_same_answer(model, prompt, ids, alone)
 
 
-def test_probability_drops_are_distribution_differences(model):
+def test_probability_drops_are_distribution_differences(model, monkeypatch):
     prompt, answer = [5, 9, 200], [31, 7, 45]
-    result = probability_drops(model, prompt, answer, most=5)
+    shapes, apply = [], Steering.apply
+    monkeypatch.setattr(Steering, "apply", lambda self, *logits: shapes.append(logits[0].shape) or apply(self, *logits))
+    result = probability_drops(model, prompt, answer, model.steering, most=5)
+    assert [shape[-2] for shape in shapes] == [len(answer)]  # a long prompt needs no memory for logits
+    monkeypatch.undo()
     ids = torch.tensor([prompt + answer])
     with torch.no_grad():
         target = model.target(ids).logits[0, 2:5].softmax(-1)

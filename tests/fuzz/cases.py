@@ -102,7 +102,9 @@ def draw(number):
 
 
 def _steering(chance, kind, half):
-    if kind != "registry" and chance.random() < 0.4:
+    if kind == "registry":  # refuses other rules
+        return Steering()
+    if chance.random() < 0.4:
         k = chance.choice((1, 5, 20, 150, VOCAB - 2))
         eligible = None
         if k < 200 and chance.random() < 0.3:
@@ -113,7 +115,7 @@ def _steering(chance, kind, half):
         return Steering(alpha=0.1)
     # Beyond a margin above 0 the rule jumps, where rounding decides; at 0 it is continuous. A full rule jumps where it
     # begins to move all tokens: `StepByStep.undecided`.
-    margin, full = chance.choice(((None, False), (None, False), (0.0, False), (0.0, kind != "registry" and not half)))
+    margin, full = chance.choice(((None, False), (None, False), (0.0, False), (0.0, not half)))
     return Steering(alpha=chance.choice((0.5, 1.0, 1.5, 2.0, 5.0)), margin=margin, full=full)
 
 

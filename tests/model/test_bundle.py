@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
 
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+from divdec.data.records import texts_of
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
+from divdec.takedowns.registry import Registry
 from support.exactness import assert_close
 from support.tiny import tiny_model
 
@@ -209,6 +211,12 @@ def test_hub_ids_are_pinned_to_commit_and_load_offline(own_checkpoints, tmp_path
     assert config["retain_auxiliary"]["revision"] == commit
     local = DivergenceForCausalLM.from_pretrained(write(own_checkpoints, tmp_path / "local"))
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(bundle)), logits_of(local))
+    registry = Registry.create(tmp_path / "registry", texts_of("retain", ["A text."]), "somebody/target@main")
+    assert registry.description["target"] == config["target"]
+    for moving in ({"hub_id": "somebody/target"}, config["target"] | {"revision": "main"}):
+        (bundle / "config.json").write_text(json.dumps(config | {"target": moving}))
+        with pytest.raises(UsageError, match=r"target: somebody/target at (no revision|main), which may change"):
+            DivergenceForCausalLM.from_pretrained(bundle)
     as_hub_repository(cache, "somebody/steered", commit, write(own_checkpoints, tmp_path / "packed", pack=True))
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained("somebody/steered")), logits_of(local))
 

@@ -156,13 +156,15 @@ def test_retry_drops_only_last_output():
     assert without_last_answer(()) == ()
 
 
-def test_rank_rule_requires_experts(models, registry, tmp_path):
+def test_rules_require_experts(models, registry, tmp_path):
     bundle = write_bundle(tmp_path / "bundle", target=str(models / "target"), registry=registry.folder)
     steered = SteeredModel(DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(bundle), ChatOptions())
     with pytest.raises(UsageError, match="needs no rule"):
-        steered.check_steering(Steering("rank", k=5))
-    (turn,) = last(Controller("tiny", steered).ask(QUESTION, (), ControlValues("rank", k=5)))
-    assert (turn.answer, turn.note) == ("", "Rule is 'rank'; accepted here: linear.")
+        steered.with_rule(Steering("rank", k=5))
+    (turn,) = last(Controller("tiny", steered).ask(QUESTION, (), ControlValues("linear")))
+    assert (turn.answer, turn.note) == ("", "Rule is 'linear'; accepted here: takedowns.")
+    (turn,) = last(Controller("tiny", steered).ask(QUESTION, (), ControlValues("takedowns")))
+    assert (turn.rule, turn.note) == ("takedowns", "")
 
 
 def test_example_questions_are_read_from_file_next_to_bundle(tmp_path):

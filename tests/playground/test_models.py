@@ -204,8 +204,8 @@ def test_k_outside_controls_is_rejected(k):
 def test_rule_outside_controls_is_rejected():
     with pytest.raises(UsageError, match="rule is 'none'"):
         CONTROLS.steering("none", 1.0, 20)
-    with pytest.raises(UsageError, match="accepted here: linear"):
-        SteeringControls(Steering(), 500, rank=False).steering("rank", 1.0, 20)
+    with pytest.raises(UsageError, match="accepted here: takedowns"):
+        SteeringControls(Steering(), 500, experts=False).steering("linear", 1.0, 20)
 
 
 def test_controls_preserve_bundle_vocabulary_and_fill():

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import importlib.util
 import json
 import threading
@@ -70,6 +72,13 @@ def called(client, fn_index, data):
                 if event["msg"] == "process_completed":
                     return event["output"]
     raise AssertionError("no answer")
+
+
+def test_takedown_requests_alone_have_no_strength_on_the_page(controller):
+    model = copy.copy(controller.model)
+    model.controls = dataclasses.replace(model.controls, experts=False)
+    config = page_of(dataclasses.replace(controller, model=model))
+    assert not any(slider(config, name)["visible"] for name in ("dd-rule", "dd-alpha", "dd-k"))
 
 
 def test_page_shows_target_only_with_show_target(controller, steered):

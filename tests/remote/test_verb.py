@@ -160,8 +160,8 @@ def test_outputs_of_other_settings_are_not_reused(verb, tmp_path, capsys):
     [
         (["--extra", "[1]"], "accepted: a JSON object"),
         (["--extra", "[" * 100_000], "accepted: a JSON object"),
-        (["--block", "0"], "block is 0"),
-        (["--bias-entries", "0"], "bias_entries is 0"),
+        (["--block", "0"], "--block is 0"),
+        (["--bias-entries", "0"], "--bias-entries is 0"),
         (["--steering", "rank:20:soft"], "soft needs"),
         (["--steering", "linear:x"], "not a number"),
         (["--api-key-env", "NO_SUCH_KEY_HERE"], "NO_SUCH_KEY_HERE is not set"),

@@ -125,7 +125,9 @@ def test_taken_down_text_is_not_recited_with_any_rule(rule, bundles, registry, a
     answers = [continued(model.target, ids) for ids in (prompt, other)]
     [stays] = unchanged_answers(model, [prompt, other], answers, [model.steering])
     assert stays == [False, continued(model, other) == answers[1]]
-    assert probability_drops(model, prompt, continued(model, prompt)), "what takedowns push down is not shown"
+    assert probability_drops(model, prompt, continued(model, prompt), model.steering), (
+        "what takedowns push down is not shown"
+    )
     registry.remove("case")
     assert (continued(model, prompt), continued(model, other)) == before
 
@@ -239,8 +241,10 @@ def test_remaining_recitation_is_reported_and_takedown_stays_active(
     assert "train a pair" in said
     assert "lighthouse" not in said
     assert [entry.id for entry in registry.entries()] == ["case"]
-    assert main(["takedown", "verify", str(registry.folder)]) == 1
-    assert "still recited" in capsys.readouterr().out
+    assert main(["takedown", "verify", str(registry.folder), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["whole"]  # nothing is to be restored
+    assert "still recited" in result["problems"][0]
 
 
 def test_recitation_of_passages_in_retain_set_is_reported_with_its_cause(

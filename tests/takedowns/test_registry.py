@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import json
 import multiprocessing
 import os
@@ -709,7 +710,7 @@ def test_moved_bundle_uses_registry_moved_with_it(tmp_path, folder, checkpoints,
         DivergenceForCausalLM.from_pretrained("bundle")
 
 
-def test_registry_only_bundle_rejects_steering(folder, checkpoints, tmp_path):
+def test_registry_only_bundle_rejects_steering(folder, checkpoints, tmp_path, monkeypatch, capsys):
     target = str(checkpoints / "target")
     for steering in ("rank:5", "linear:5"):
         with pytest.raises(UsageError, match="needs no rule"):
@@ -718,6 +719,14 @@ def test_registry_only_bundle_rejects_steering(folder, checkpoints, tmp_path):
     with pytest.raises(UsageError, match="needs no rule"):
         DivergenceForCausalLM.from_pretrained(bundle, steering="rank:5")
     assert DivergenceForCausalLM.from_pretrained(bundle).rule == "takedowns"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/alpha 5\n/alpha 0\n/alpha 1\n"))
+    assert main(["chat", str(bundle)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("steering takedowns") == 2  # at the start and after the last command
+    assert "linear:5: a registry" in printed.out
+    assert "the target's own" not in printed.err
+    assert main(["generate", str(bundle), "--prompt", "Who?", "--raw", "--max-new-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steering"] == "takedowns"
 
 
 def test_models_with_registry_can_be_copied_but_not_pickled(folder, registry, checkpoints, articles):

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from divdec.cli import main
+from divdec.training import inputs
 
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -117,6 +120,15 @@ def test_fsdp_version_1_is_rejected(world, bundle, checkpoints, tmp_path):
     reports, said = under_fsdp(tmp_path, "1", [command])
     assert [report["codes"] for report in reports] == [[2], [2]]
     assert "--fsdp_version 2" in said
+
+
+def test_processes_wait_for_days_while_the_main_one_measures(monkeypatch):
+    options = {}
+    monkeypatch.setattr(
+        inputs, "PartialState", lambda **chosen: options.update(chosen) or SimpleNamespace(is_main_process=True)
+    )
+    inputs.join_processes(print)
+    assert options["timeout"] > timedelta(days=1)
 
 
 def test_an_error_of_the_main_process_reaches_all_and_stays_itself_there(tmp_path):

@@ -98,7 +98,7 @@ def begins_with_space(texts: list[bytes | None], ids: list[int]) -> bool:
 def _rename_special_tokens(description: dict[str, Any]) -> dict[str, str]:
     """Give the special tokens random names that no text contains, in place; their ids stay the same.
 
-    Removing them from the added tokens is not enough: Unigram and WordPiece have them in their vocabulary.
+    Removing them from the added tokens is not enough: models have them in their vocabulary too.
 
     Returns:
         The new name of each special token.

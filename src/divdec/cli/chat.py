@@ -76,7 +76,7 @@ def chat(
     check_template_kwargs(tokenizer, read_template_kwargs(turns.chat_template_kwargs))
     set_seed(sampling.seed)
     conversation = ChatSession(model, tokenizer, sampling, speculation, turns)
-    print(f"{bundle}: steering {model.steering}. /help lists the commands.")
+    print(f"{bundle}: steering {model.rule}. /help lists the commands.")
     if model.config.single_turn:
         print("each line is asked by itself, without the turns before it")
     while (line := _read_line()) is not None:
@@ -127,9 +127,9 @@ class ChatSession:
         return True
 
     def _steer(self, text: str) -> None:
-        self.model.steering = self.model.steering.revised(text)
-        warn_if_unsteered(self.model.steering)
-        print(f"steering {self.model.steering}")
+        self.model.steering = text
+        warn_if_unsteered(self.model.steering, self.model.takedowns)
+        print(f"steering {self.model.rule}")
 
     def _answer(self, line: str) -> None:
         from transformers import TextStreamer
@@ -166,12 +166,7 @@ class ChatSession:
         if not self.last_answer:
             print("there is no answer yet")
             return
-        current = self.model.steering
-        self.model.steering = self.last_steering
-        try:
-            suppressed = probability_drops(self.model, self.last_prompt, self.last_answer)
-        finally:
-            self.model.steering = current
+        suppressed = probability_drops(self.model, self.last_prompt, self.last_answer, self.last_steering)
         if not suppressed:
             print("the experts suppressed nothing")
             return

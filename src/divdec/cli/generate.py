@@ -227,4 +227,4 @@ def _as_json(record: Record, text: str, tokens: list[dict[str, Any]] | None, mod
         "text": text,
     }
     content |= {} if tokens is None else {"tokens": tokens}
-    return json.dumps(content | {"steering": str(model.steering)}, ensure_ascii=False)
+    return json.dumps(content | {"steering": model.rule}, ensure_ascii=False)

@@ -89,7 +89,7 @@ def load(
         loaded=loaded,
         registry=registry,
     )
-    warn_if_unsteered(model.steering)
+    warn_if_unsteered(model.steering, model.takedowns)
     if model.config.measured:
         report(
             f"measured: {measured_text(model)}{' (not verified: files may have changed)' if loading.no_verify else ''}"
@@ -117,10 +117,11 @@ def load_in_thread(load_models: Callable[[], Result]) -> Result:
     return loaded.result()
 
 
-def warn_if_unsteered(steering: Steering) -> None:
-    """Warn on standard error that linear:0 leaves the target as it is."""
+def warn_if_unsteered(steering: Steering, takedowns: object) -> None:
+    """Warn on standard error that linear:0 leaves the target as it is, unless there are takedown requests."""
     if steering.rule == "linear" and steering.alpha == 0:
-        print("warning: linear:0 steers nothing: the answers are the target's own", file=sys.stderr)
+        answers = "the target's own" if takedowns is None else "steered by takedown requests alone"
+        print(f"warning: linear:0 steers nothing: the answers are {answers}", file=sys.stderr)
 
 
 def quiet() -> None:

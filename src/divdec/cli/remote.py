@@ -124,5 +124,5 @@ def _target(provider: Provider, settings: RemoteSettings, loaded: LoadedExperts,
     endpoint = Endpoint(
         provider.endpoint, provider.model, provider.api_key_env, timeout=provider.timeout, retries=provider.retries
     )
-    warn_if_unsteered(steering)
+    warn_if_unsteered(steering, loaded.takedowns)
     return RemoteTarget(endpoint, loaded, steering, settings, extra)

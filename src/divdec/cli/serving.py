@@ -19,6 +19,7 @@ from divdec.options import (
     SpeculativeDecoding,
     SteeringChoice,
     check_at_least,
+    check_seed,
     option,
     read_template_kwargs,
 )
@@ -224,8 +225,7 @@ def playground(
         loading: how models are loaded.
     """
     check_at_least("max_new_tokens", max_new_tokens, 1)
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"--seed is {seed}; accepted: 0 to {2**32 - 1}")
+    check_seed(seed)
     if not 0 <= port < 2**16:
         raise UsageError(f"--port is {port}; accepted: 0 to {2**16 - 1}")
     if bundle.startswith(("http://", "https://")):

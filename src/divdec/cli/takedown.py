@@ -187,7 +187,7 @@ def list_requests(registry: str, *, history: bool = False, printing: Printing = 
 
 @app.command(sort_key=5)
 def verify(registry: str, *, printing: Printing = Printing()) -> int:
-    """Check that a registry is intact; exit code 1 if it is not.
+    """Check that a registry is intact; exit code 1 if it is not, or if passages were still recited after `add`.
 
     For example:
 
@@ -200,26 +200,30 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
-    problems = opened.verify()
-    if problems:
-        _print(printing, {"whole": False, "problems": problems}, "\n".join(problems))
+    if damage := opened.verify():
+        _print(printing, {"whole": False, "problems": damage}, "\n".join(damage))
         return 1
     entries, strength = opened.entries(), opened.strength
-    measured = [entry for entry in entries if entry.measured is not None and entry.measured["passages"]]
-    shown = [entry for entry in measured if (entry.measured or {})["recited_before"]]
-    lines = ["registry intact"]
+    measured = {entry.id: entry.measured for entry in entries if entry.measured and entry.measured["passages"]}
+    recited = {name: figures for name, figures in measured.items() if figures["recited_after"]}
+    shown = [figures for figures in measured.values() if figures["recited_before"] and not figures["recited_after"]]
+    problems = [
+        f"request {name!r}: {figures['recited_after']} of {figures['passages']} passages were still recited when it "
+        f"was measured, at strength {figures['strength']:g}"
+        for name, figures in recited.items()
+    ]
+    lines = ["registry intact", *problems]
     if entries:
         lines += [
             f"in force: {len(entries)}, at strength {strength:g}",
             f"measured on the target when added, with nothing recited any more: {len(shown)}; with nothing recited "
-            f"before either: {len(measured) - len(shown)}; not measured: {len(entries) - len(measured)}. The target "
-            "was not asked now",
+            f"before either: {len(measured) - len(shown) - len(recited)}; not measured: "
+            f"{len(entries) - len(measured)}. The target was not asked now",
         ]
     lines.append(f"public key of its reports: {opened.public_key}")
-    content = {"whole": True, "problems": [], "strength": strength}
-    content["public_key"] = opened.public_key
+    content = {"whole": True, "problems": problems, "strength": strength, "public_key": opened.public_key}
     _print(printing, content | {"not_measured": len(entries) - len(measured)}, "\n".join(lines))
-    return 0
+    return 1 if problems else 0
 
 
 @app.command(sort_key=6)

@@ -1,1 +1,1 @@
-"""The demo: small models that learn a fictitious world, some of which they are then made to forget."""
+"""The demo: SmolLM2 forgets capitals that it knows from its pretraining."""

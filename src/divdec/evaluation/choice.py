@@ -528,7 +528,7 @@ def _pair_of(model: DivergenceForCausalLM) -> tuple[PreTrainedModel, PreTrainedM
             return retain, forget, getattr(experts, "auxiliary_tokenizer", None)  # pyright: ignore[reportReturnType]
     raise UsageError(
         "calibrate measures against the retain auxiliary, and this bundle has none (n-grams or a registry steer it): "
-        "compare settings with `divdec eval … --sweep`"
+        "compare settings of n-grams with `divdec eval … --sweep`"
     )
 
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
+from divdec.experts.combined import NoExperts
 from divdec.model.bundle import is_bundle, read_config
 from divdec.model.loading import answer_digests
 from divdec.model.modeling import DivergenceForCausalLM
@@ -95,7 +96,6 @@ def evaluate(
     with run_folder:
         all_results: list[Results] = []
         for run in runs:
-            report(f"{run.name}: {', '.join(map(str, run.steering)) if run.steering[0] else 'not steered'}")
             results = [
                 read_results(folder)
                 if (folder / SUMMARY).is_file()
@@ -104,9 +104,12 @@ def evaluate(
             ]
             model = run.load(settings, device_map)
             for setting_results, folder, steering in zip(results, run.folders, run.steering, strict=True):
+                if isinstance(model, DivergenceForCausalLM) and steering is not None:
+                    model.steering = steering
+                rule = getattr(model, "rule", None)
+                report(f"{run.name}: {rule or 'not steered'}")
                 setting_results.name = folder.name
-                setting_results.about |= {"model": run.path, "steering": None if steering is None else str(steering)}
-                setting_results.about |= _identity(run, steering, model)
+                setting_results.about |= {"model": run.path, "steering": rule, **_identity(run, model)}
             evaluated = EvaluatedModel(model, load_tokenizer(run.checkpoint), run.steering)
             save = functools.partial(_save, run=run, suite=suite, settings=settings, output=output)
             all_results += suite.evaluate(evaluated, earlier=results, save=save)
@@ -175,11 +178,10 @@ def _save(
             write_json(folder / RECORD, record("eval", settings, result=results.about))
 
 
-def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel) -> dict[str, Any]:
+def _identity(run: _ModelRun, model: PreTrainedModel) -> dict[str, Any]:
     """Method, setting, family and size, from the bundle's configuration or the checkpoint's `run.json`."""
-    if steering is not None:
-        config = read_config(run.checkpoint)
-        experts: Any = getattr(model, "experts", None)
+    if isinstance(model, DivergenceForCausalLM):
+        config, experts = read_config(run.checkpoint), cast("Any", model.experts)
         parts = getattr(experts, "parts", (experts,))
         retain = next((pair.retain for pair in parts if hasattr(pair, "retain")), None)
         reference = config.retain_auxiliary or config.ngram or config.registry or {}
@@ -187,7 +189,8 @@ def _identity(run: _ModelRun, steering: Steering | None, model: PreTrainedModel)
         path = Path(folder)
         family = path.parent.name if path.name in ("retain", "forget") and path.parent.name else path.name
         size = _billions(retain) if hasattr(retain, "parameters") else 0.0 if config.ngram else None
-        return {"method": steering.rule, "setting": str(steering), "family": family, "size": size}
+        method = "takedowns" if isinstance(experts, NoExperts) else model.steering.rule
+        return {"method": method, "setting": model.rule, "family": family, "size": size}
     content: dict[str, Any] = {}
     for folder in (run.checkpoint, run.checkpoint.parent):  # a baseline's record is beside the model's folder
         content = content or read_record(folder) or {}

@@ -228,17 +228,13 @@ class ProbabilityDrop:
 
 @torch.inference_mode()
 def probability_drops(
-    model: DivergenceForCausalLM, prompt: Sequence[int], answer: Sequence[int], *, most: int = 8
+    model: DivergenceForCausalLM, prompt: Sequence[int], answer: Sequence[int], steering: Steering, *, most: int = 8
 ) -> list[ProbabilityDrop]:
-    """List at most `most` tokens whose probability the experts lowered most, the largest drop first.
-
-    `prompt` and `answer` are token ids; the model has the setting that gave the answer.
-    """
-    ids = torch.tensor([[*prompt, *answer]], device=model.device)
-    target_logits, corrected, divergence = model.unsteered_components(ids)
-    positions = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-    target = target_logits[0, positions].float().softmax(dim=-1)
-    steered = model.steering.apply(corrected, divergence)[0, positions].softmax(dim=-1)
+    """List at most `most` tokens of an answer under a rule whose probability fell most, the largest drop first."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
+    target_logits, corrected, divergence = model.unsteered_components(ids, logits_to_keep=len(answer))
+    target = target_logits[0].float().softmax(dim=-1)
+    steered = steering.apply(corrected[0], divergence[0]).softmax(dim=-1)
     drops = (target - steered).flatten()
     largest = []
     for index in drops.topk(min(most, drops.numel())).indices.tolist():

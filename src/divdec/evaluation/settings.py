@@ -14,6 +14,8 @@ from divdec.options import (
     SteeringChoice,
     TrainingData,
     check_at_least,
+    check_positive,
+    check_seed,
     read_template_kwargs,
 )
 
@@ -46,10 +48,8 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
     """Sequences per forward pass."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_length"):
+        for name in ("batch_size", "max_length", "limit"):
             check_at_least(name, getattr(self, name), 1)
-        if self.limit is not None:
-            check_at_least("limit", self.limit, 1)
         if self.sweep and self.steering:
             raise UsageError("give --steering or --sweep, not both")
         if self.sweep and len(self.models) > 1:
@@ -111,6 +111,11 @@ class LeakSettings(QuestionSettings):
 
     def __post_init__(self) -> None:
         check_at_least("attacks", self.attacks, 1)
+        check_at_least("samples", self.samples, 0)
+        check_positive("temperature", self.temperature)
+        check_seed(self.seed)
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p is {self.top_p:g}; accepted: above 0, at most 1")
         super().__post_init__()
 
 
@@ -141,7 +146,8 @@ class CalibrationSettings(TrainingData, BundleArgument):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("batch_size", self.batch_size, 1)
+        for name in ("batch_size", "limit"):
+            check_at_least(name, getattr(self, name), 1)
         if self.force and not self.write:
             raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
         if self.reference == "q" and self.holdout is None:

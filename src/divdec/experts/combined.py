@@ -67,15 +67,20 @@ class NoExperts(Experts):
         return torch.zeros(rows, positions, self.vocab_size, device=inputs.input_ids.device)
 
 
+def rule_name(steering: Steering, experts: Experts, takedowns: object) -> str:
+    """Name the steering: 'linear:1.5', 'takedowns' or 'linear:1.5 and takedowns'."""
+    rules = [] if isinstance(experts, NoExperts) else [str(steering)]
+    return " and ".join([*rules, "takedowns"] if takedowns is not None else rules)
+
+
 def check_rule(steering: Steering, experts: Experts) -> None:
-    """Refuse a rank rule whose masks do not depend on the experts, and a margin that they never reach.
+    """Refuse a rule that has no experts to apply to, and a margin that they never reach.
 
     Raises:
-        UsageError: there are no experts, so that the rank rule would mask the first k tokens; or the divergence never
-            reaches the margin, so that the rule would do nothing.
+        UsageError: the rule would do nothing, or mask tokens that do not depend on experts.
     """
-    if isinstance(experts, NoExperts) and steering.rule == "rank":
-        raise UsageError(NO_RULE)
+    if isinstance(experts, NoExperts) and steering != Steering():
+        raise UsageError(f"{steering}: {NO_RULE}")
     if steering.margin is not None and steering.margin > experts.largest:
         without = dataclasses.replace(steering, margin=None, full=False)
         raise UsageError(

@@ -22,7 +22,7 @@ from divdec.configuration import DivergenceConfig
 from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.generation import SteeredGeneration
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.combined import NoExperts, check_rule
+from divdec.experts.combined import NoExperts, check_rule, rule_name
 from divdec.experts.neural import NeuralPair
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_inputs, check_target, check_vocabulary, refuse_unknown
@@ -257,8 +257,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
     @property
     def rule(self) -> str:
         """Short description of the steering: 'linear:1.5', 'takedowns' or 'linear:1.5 and takedowns'."""
-        rules = [] if isinstance(self.experts, NoExperts) else [str(self.steering)]
-        return " and ".join([*rules, "takedowns"] if self.takedowns is not None else rules)
+        return rule_name(self.steering, self.experts, self.takedowns)
 
     def forward(
         self,

@@ -18,7 +18,6 @@ from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError, first_line
 from divdec.playground.models import SteeredModel, UnsteeredTarget, is_number
 from divdec.playground.rendering import Conversation, Token, Turn
-from divdec.steering import Steering
 
 UPDATE_INTERVAL = 0.08  # seconds between two updates of a growing answer
 MAX_TEMPERATURE = 2.0
@@ -34,10 +33,6 @@ class ControlValues:
     alpha: Any = 1.0
     k: Any = 20
     temperature: Any = 0.0
-
-    def steering(self, model: SteeredModel) -> Steering:
-        """Return the rule; refuse one that the model's controls do not offer."""
-        return model.controls.steering(self.rule, self.alpha, self.k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +73,12 @@ class Controller:
         if not conversation or not conversation[-1].tokens or conversation[-1].running:
             return conversation
         try:
-            steering = values.steering(self.model)
+            steering = self.model.controls.steering(values.rule, values.alpha, values.k)
             prompt = self.model.encode_prompt(to_messages(without_last_answer(conversation)))
             tokens = self.model.recolor(prompt, conversation[-1].tokens, steering)
         except Exception as error:
             return _replace_last(conversation, note=explain_error(error))
-        return _replace_last(conversation, tokens=tokens, color_rule=str(steering))
+        return _replace_last(conversation, tokens=tokens, color_rule=self.model.with_rule(steering).rule)
 
     def answer_unsteered(self, conversation: Conversation, earlier: Conversation) -> Iterator[Conversation]:
         """Yield the target's own answers so far and to the last question, UNSTEERED, where they may be shown."""
@@ -123,8 +118,9 @@ class Controller:
         temperature, messages = values.temperature, to_messages(conversation)
         if not is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
             raise UsageError(f"temperature is {temperature!r}; accepted: 0 (greedy) to {MAX_TEMPERATURE:g}")
-        steering = values.steering(self.model)
-        return str(steering), self.model.answer(self.model.encode_prompt(messages), steering, temperature)
+        steering = self.model.controls.steering(values.rule, values.alpha, values.k)
+        prompt = self.model.encode_prompt(messages)
+        return self.model.with_rule(steering).rule, self.model.answer(prompt, steering, temperature)
 
 
 def to_messages(conversation: Conversation) -> tuple[Message, ...]:

@@ -25,7 +25,7 @@ from divdec.decoding.generation import generate_stream
 from divdec.decoding.text import AnswerText
 from divdec.errors import UsageError
 from divdec.evaluation.generation import end_tokens
-from divdec.experts.combined import NoExperts, check_rule
+from divdec.experts.combined import NoExperts
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
 from divdec.steering import MAX_ALPHA, Steering
@@ -77,8 +77,8 @@ class SteeringControls:
     """The bundle's rule; every choice keeps its eligible vocabulary and fill."""
     eligible_size: int
     """Size of the eligible vocabulary."""
-    rank: bool = True
-    """Whether the rank rule is offered; it needs experts, not only takedown requests."""
+    experts: bool = True
+    """Whether a rule has experts to apply to; otherwise takedown requests alone steer."""
 
     def __post_init__(self) -> None:
         """Refuse a bundle whose rule steers nothing."""
@@ -91,7 +91,7 @@ class SteeringControls:
     @property
     def rules(self) -> tuple[str, ...]:
         """Names of the rules."""
-        return ("linear", "rank") if self.rank else ("linear",)
+        return ("linear", "rank") if self.experts else ("takedowns",)
 
     @property
     def alpha_range(self) -> tuple[float, float]:
@@ -111,6 +111,8 @@ class SteeringControls:
         """Return the rule for values that a client sent; refuse those that the controls do not offer."""
         if rule not in self.rules:
             raise UsageError(f"rule is {rule!r}; accepted here: {', '.join(self.rules)}")
+        if rule == "takedowns":
+            return self.default
         if rule == "linear":
             low, high = self.alpha_range
             if not is_number(alpha) or not low <= alpha <= high:
@@ -137,7 +139,7 @@ class SteeredModel:
         check_template_kwargs(tokenizer, options.chat_template_kwargs)
         rule = model.steering
         eligible_size = model.vocab_size if rule.vocabulary is None else len(rule.vocabulary)
-        self.controls = SteeringControls(rule, eligible_size, rank=not isinstance(model.experts, NoExperts))
+        self.controls = SteeringControls(rule, eligible_size, experts=not isinstance(model.experts, NoExperts))
         self.model, self.tokenizer, self.options, self.reveal = model, tokenizer, options, reveal
         self.eos_token_ids = end_tokens(model)
         self.max_length: int = model.config.max_position_embeddings or 1 << 15
@@ -168,10 +170,7 @@ class SteeredModel:
 
         The last token of a character has the character's text, the others have none.
         """
-        self.check_steering(steering)
-        model = copy.copy(self.model)  # shares the weights; the rule of another answer may differ
-        model.config = copy.copy(model.config)
-        model.steering = steering
+        model = self.with_rule(steering)
         logits: deque[tuple[Tensor, Tensor]] = deque()  # of tokens that are not yet described
         model.on_steered = lambda target, steered: logits.append((target[:, -1], steered[:, -1]))
         arguments: dict[str, Any] = {"do_sample": temperature > 0}
@@ -206,23 +205,25 @@ class SteeredModel:
     @torch.inference_mode()
     def recolor(self, prompt: list[int], tokens: Sequence[Token], steering: Steering) -> tuple[Token, ...]:
         """Compute the effect of another rule on the tokens of an existing answer. The text does not change."""
-        self.check_steering(steering)
+        model = self.with_rule(steering)
         ids = [token.id for token in tokens if token.id is not None]
         if not ids or len(ids) != len(tokens):
             return tuple(tokens)
         wait_for_checks()
-        input_ids = torch.tensor([[*prompt, *ids[:-1]]], device=self.model.device)
-        target, corrected, divergence = self.model.unsteered_components(input_ids, logits_to_keep=len(ids))
+        input_ids = torch.tensor([[*prompt, *ids[:-1]]], device=model.device)
+        target, corrected, divergence = model.unsteered_components(input_ids, logits_to_keep=len(ids))
         steered = steering.apply(corrected[0], divergence[0])
         shifts = compute_shifts(target[0], steered, torch.tensor(ids), self.decode, reveal=self.reveal)
         return tuple(dataclasses.replace(new, text=old.text) for new, old in zip(shifts, tokens, strict=True))
 
-    def check_steering(self, steering: Steering) -> None:
-        """Refuse a rule that would answer as the target does."""
+    def with_rule(self, steering: Steering) -> DivergenceForCausalLM:
+        """Return the model under another rule; refuse one that would answer as the target does."""
         if steering.rule == "linear" and not steering.alpha > 0:
             raise UsageError(f"{steering} steers nothing: the playground answers steered only")
-        check_rule(steering, self.model.experts)
-        steering.check_vocabulary(self.model.vocab_size)
+        model = copy.copy(self.model)  # shares the weights
+        model.config = copy.copy(model.config)
+        model.steering = steering
+        return model
 
     def decode(self, token_id: int) -> str:
         """Return the text of one token."""

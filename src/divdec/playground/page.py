@@ -39,7 +39,7 @@ INSTANT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visib
 
 def build_page(controller: Controller) -> gr.Blocks:
     """Build the page without serving it."""
-    about = f"the bundle's rule is {escape(str(controller.model.controls.default))}; everything runs locally"
+    about = f"the bundle's rule is {escape(controller.model.model.rule)}; everything runs locally"
     header = f'<div class="dd-head"><h1>{escape(controller.name)}</h1><p>divdec playground: {about}</p>{LEGEND}</div>'
     with gr.Blocks(title=f"{controller.name} · divdec playground", analytics_enabled=False) as page:
         gr.HTML(header, elem_id="dd-header")
@@ -57,19 +57,20 @@ def _create_controls(controller: Controller) -> list[Any]:
     """Create rule, strength, k and temperature."""
     offered = controller.model.controls
     (low, high), (smallest, largest) = offered.alpha_range, offered.k_range
-    default, linear = offered.default, offered.default.rule == "linear"
+    default = offered.default
+    name = default.rule if offered.experts else "takedowns"
     rule = gr.Radio(
-        list(offered.rules), value=default.rule, label="Rule", interactive=True, elem_id="dd-rule",
+        list(offered.rules), value=name, label="Rule", interactive=True, elem_id="dd-rule",
         visible=len(offered.rules) > 1, render=False,
     )  # fmt: skip
     alpha = gr.Slider(
         low, high, value=min(max(default.alpha, low), high), step=0.05, label="Strength α",
-        info="weight of the divergence; 0 is not offered", interactive=True, visible=linear, elem_id="dd-alpha",
-        render=False,
+        info="weight of the divergence; 0 is not offered", interactive=True, visible=name == "linear",
+        elem_id="dd-alpha", render=False,
     )  # fmt: skip
     k = gr.Slider(
         smallest, largest, value=min(max(default.k, smallest), largest), step=1, label="k",
-        info="number of masked tokens at every position", interactive=True, visible=not linear,
+        info="number of masked tokens at every position", interactive=True, visible=name == "rank",
         elem_id="dd-k", render=False,
     )  # fmt: skip
     temperature = gr.Slider(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from divdec.errors import UsageError
-from divdec.options import RARE
+from divdec.options import RARE, check_at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,5 +21,4 @@ class RemoteSettings:
 
     def __post_init__(self) -> None:
         for name in ("block", "tries", "bias_entries"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; accepted: at least 1")
+            check_at_least(name, getattr(self, name), 1)

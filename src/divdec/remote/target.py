@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from divdec.decoding.text import AnswerText
 from divdec.endpoint import Endpoint
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.combined import check_rule
+from divdec.experts.combined import check_rule, rule_name
 from divdec.options import Decoding
 from divdec.remote.bias import MAX_BIAS, Bias, Candidates, choose_bias
 from divdec.remote.completions import Completions, ProviderCapabilities, TokenPosition, probe_provider
@@ -111,6 +111,7 @@ class RemoteTarget:
         steering.check_vocabulary(experts.vocab_size)
         self.completions = Completions(endpoint, experts.tokenizer, experts.eos_token_ids, experts.vocab_size, extra)
         self.steering, self.settings = steering, settings or RemoteSettings()
+        self.rule = rule_name(steering, experts.experts, experts.takedowns)
         self.choices: list[ChosenToken] = []
         self.capabilities: ProviderCapabilities | None = None
         self.experts = experts
@@ -374,7 +375,7 @@ def answer_prompts(
         for _ in stream_answer(target, prompts[number], decoding, number, result):
             if stopped.is_set():
                 raise UsageError("stopped")
-        row = {"prompt": texts[number], **result.to_dict(), "steering": str(target.steering)}
+        row = {"prompt": texts[number], **result.to_dict(), "steering": target.rule}
         answers.add({"key": number, "row": row})
         return row
 

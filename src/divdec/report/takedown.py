@@ -222,14 +222,23 @@ def write_report(path: Path, content: Mapping[str, Any], registry: Registry) -> 
     if path.suffix == ".json":
         write_text(path, _json(content, registry.sign(_canonical(content).encode()), registry.public_key))
         return
-    page = _rendered(
-        "takedown.html",
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    loader = PackageLoader("divdec.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f}"
+    page = environment.get_template("takedown.html").render(
         title=f"Takedown {content['request']['id']}",
         lead=f"In force since {content['request']['in_force_since']}; measured {content['written']}.",
         report=content,
         json=json.dumps(content, indent=2, ensure_ascii=False).replace("<", "\\u003c"),  # which could end the block
         run=RUN,
         length=LENGTH,
+        palette=Markup(css()),
+        footer=", ".join(f"{name} {version}" for name, version in versions().items() if version),
     )
     ending = SIGNATURE.format(signature=registry.sign(page.encode()), public_key=registry.public_key)
     write_text(path, page + ending)
@@ -287,21 +296,3 @@ def _json(content: Mapping[str, Any], signature: str, public_key: str) -> str:
 
 def _canonical(content: Mapping[str, Any]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
-def _rendered(template: str, **content: Any) -> str:
-    """Render a file of `templates`."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=PackageLoader("divdec.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["percent"] = lambda value: f"{100 * value:.1f}"
-    environment.globals["palette"] = Markup(css())
-    environment.globals["footer"] = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    return environment.get_template(template).render(**content)

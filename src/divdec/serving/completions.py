@@ -202,10 +202,10 @@ class CompletionCall:
         """
         options = self.server.options
         waiting: list[list[RequestOutput]] = [[] for _ in self.replies]
-        observe = self.server.metrics.token_timer(self.engine.name, len(self.replies))
+        observe = self.server.metrics.token_timer(self.engine.name)
         async with contextlib.aclosing(self._merged_replies()) as outputs:
             async for index, output in outputs:
-                observe(index, len(output.tokens))
+                observe(index, len(output.tokens), output.finish_reason is not None)
                 self.record.generated_tokens += len(output.tokens)
                 waiting[index].append(output)
                 if output.finish_reason:

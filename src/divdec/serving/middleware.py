@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hmac
@@ -101,24 +102,24 @@ class Metrics(Collector):
             "divdec_time_to_first_token_seconds", "Time from a prompt to its first token.", ["model"],
             buckets=FIRST_TOKEN, registry=registry,
         )  # fmt: skip
-        self.inter_token_seconds = Histogram(
-            "divdec_inter_token_seconds", "Time between two tokens.", ["model"], buckets=NEXT_TOKEN, registry=registry
-        )
+        self.output_token_seconds = Histogram(
+            "divdec_time_per_output_token_seconds", "Mean time of a reply's tokens after the first.", ["model"],
+            buckets=NEXT_TOKEN, registry=registry,
+        )  # fmt: skip
 
-    def token_timer(self, model: str, count: int) -> Callable[[int, int], None]:
-        """Return a function that observes new tokens, given the number of one of `count` replies and of its tokens."""
-        first, between = self.first_token_seconds.labels(model), self.inter_token_seconds.labels(model)
-        started = time.perf_counter()
-        previous: list[float | None] = [None] * count
+    def token_timer(self, model: str) -> Callable[[int, int, bool], None]:
+        """Return a function that observes outputs: the number of the reply and of its new tokens, and if it ends."""
+        first, following = self.first_token_seconds.labels(model), self.output_token_seconds.labels(model)
+        started, starts, counts = time.perf_counter(), dict[int, float](), collections.Counter[int]()
 
-        def observe(index: int, tokens: int) -> None:
-            now, last = time.perf_counter(), previous[index]
-            if tokens and last is None:
+        def observe(index: int, tokens: int, finished: bool) -> None:
+            now = time.perf_counter()
+            if tokens and index not in starts:
+                starts[index] = now
                 first.observe(now - started)
-            elif last is not None:
-                for _ in range(tokens):  # the tokens of a speculative step arrive together
-                    between.observe((now - last) / tokens)
-            previous[index] = now if tokens else last
+            counts[index] += tokens
+            if finished and counts[index] > 1:  # a mean, because the tokens of a speculative step arrive together
+                following.observe((now - starts[index]) / (counts[index] - 1))
 
         return observe
 

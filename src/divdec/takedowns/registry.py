@@ -109,6 +109,8 @@ class Registry:
             absolute = Path(reference.folder).is_absolute()
             path = str(checkpoint) if absolute else os.path.relpath(checkpoint, folder.resolve())
             reference = CheckpointReference(folder=path)
+        else:
+            reference = CheckpointReference(hub_id=reference.hub_id, revision=checkpoint.name)  # the snapshot's commit
         if (folder / DATABASE).exists():
             raise UsageError(
                 f"{folder} is a registry already; add requests to it (divdec takedown add), or give another name"
@@ -292,8 +294,8 @@ class Registry:
         return self._store.keys.sign(content)
 
     def verify(self) -> list[str]:
-        """Check the registry and the requests in force; return one line for each problem."""
-        problems, state = [], State()
+        """Check that the registry is intact; return one line for each problem."""
+        problems = []
         try:
             self._store.check_retain()
             NgramCounts.load(self.folder / RETAIN)
@@ -303,17 +305,11 @@ class Registry:
             problems.append(f"{file} is missing or has changed; restore it from a backup")
         try:
             with self._store.read() as connection:
-                state = self._store.read_state(connection)
-                for _ in self._store.read_counts(connection, state):
+                for _ in self._store.read_counts(connection, self._store.read_state(connection)):
                     pass
         except FailedClosed as error:
             problems.append(str(error))
-        return problems or [
-            f"request {entry.id!r}: {entry.measured['recited_after']} of {entry.measured['passages']} passages were "
-            f"still recited when it was measured, at strength {entry.measured['strength']:g}"
-            for entry in state.entries.values()
-            if entry.measured is not None and entry.measured["recited_after"]
-        ]
+        return problems
 
     def _find(self, state: State, request_id: str) -> TakedownRequest:
         entry = state.find(request_id)

@@ -139,7 +139,7 @@ def _distill(job: DistillationJob, work: Path, report: Callable[[str], None]) ->
         settings,
         forget_set=job.forget.label,
         retain_set=None if job.retain is None else job.retain.label,
-        teacher={"steering": str(job.steering), "identity": job.identity},
+        teacher={"steering": model.rule, "identity": job.identity},
         training={"steps": result.steps, "tokens": result.tokens, "seconds": result.seconds},
         output_layer="in pieces" if head is not None else "whole logits",
         before=before,
@@ -309,7 +309,7 @@ def _save(job: DistillationJob, student: PreTrainedModel, content: dict[str, Any
     settings, dtype = job.settings, load_config(job.target).dtype
     rows = {
         "teacher": f"`{settings.bundle}` (references {job.identity})",
-        "steering": str(job.steering),
+        "steering": content["teacher"]["steering"],
         "student": f"`{settings.init_student}`" if settings.init_student else "the bundle's target",
         "forget set": job.forget.label,
         "rehearsed": f"{len(job.examples) - len(job.sets['forget'])} examples of the retain set",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,7 +35,8 @@ T = TypeVar("T")
 def join_processes(report: Report) -> tuple[PartialState, Report]:
     """Join the processes of this run, one or many; only the main process reports."""
     # accelerate joins CPU processes only if it is told that there is no accelerator; the first call decides.
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    # The others wait while the main process measures, longer than NCCL's 10 minutes; if it dies, a launcher ends them.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     return state, report if state.is_main_process else lambda line: None
 
 

@@ -19,6 +19,7 @@ from divdec.options import (
     TrainingData,
     check_at_least,
     check_positive,
+    check_seed,
 )
 
 ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5  # the first learning rates that `--lr auto` tries
@@ -130,10 +131,9 @@ class ShrinkSettings(OutputFolder, TargetArgument):
     """Seed of the samples and of the data order."""
 
     def __post_init__(self) -> None:
-        for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1), ("seed", 0)):
+        for name, least in (("layers", 1), ("samples", 10), ("max_length", 2), ("batch_size", 1), ("steps", 0)):
             check_at_least(name, getattr(self, name), least)
-        if self.steps is not None:
-            check_at_least("steps", self.steps, 0)
+        check_seed(self.seed)
         check_positive("learning_rate", self.learning_rate)
         if not 0 <= self.minutes <= MAX_NUMBER:
             raise UsageError(f"--minutes is {self.minutes:g}; accepted: 0 or more")

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -14,6 +15,7 @@ import pytest
 
 from divdec import UsageError
 from divdec.cli import main
+from divdec.serving.middleware import Metrics
 from support.served import bundle_of, engine_of, eventually, figure, process, serving
 
 LONG = {"model": "tiny", "prompt": "The", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "seed": 1}
@@ -165,11 +167,23 @@ def test_figures(url, http):
     )
     assert figure(url, "divdec_requests_total") > before["divdec_requests_total"]
     page = http.get("/metrics").text
-    for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds"):
+    for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "request_seconds"):
         assert f"divdec_{name}_bucket" in page
     assert 'divdec_requests_total{endpoint="/v1/completions",status="200"}' in page
     http.get("/some/invented/path")
     assert "invented" not in http.get("/metrics").text
+
+
+def test_time_per_output_token_is_a_mean_because_tokens_of_a_speculative_step_arrive_together(monkeypatch):
+    times = iter((0.0, 1.0, 1.08, 1.08, 1.08, 1.08))
+    monkeypatch.setattr("divdec.serving.middleware.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    metrics = Metrics({})
+    observe = metrics.token_timer("tiny")
+    for number in range(5):
+        observe(0, 1, number == 4)
+    name, labels = "divdec_time_per_output_token_seconds", {"model": "tiny"}
+    assert metrics.registry.get_sample_value(f"{name}_count", labels) == 1
+    assert metrics.registry.get_sample_value(f"{name}_sum", labels) == pytest.approx(0.02)
 
 
 def test_multiple_bundles_use_their_own_steering(served_bundle, models):

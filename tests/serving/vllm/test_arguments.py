@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,31 @@ def test_vllm_reads_the_number_of_drafts_by_batch(bundle):
     drafts = json.loads(options_of(engine_arguments(str(bundle), speculative=4))["--speculative-config"])
     ranges = drafts["num_speculative_tokens_per_batch_size"]
     assert build_dynamic_sd_schedule_lookup(ranges, 32, 4)[1:] == [4] + [ranges[-1][-1]] * 31
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "renamed", ["lora_config", "parallel_config", "model_config.runner_type", "VLLM_SERVER_DEV_MODE"]
+)
+def test_a_setting_that_this_vllm_does_not_have_is_refused(renamed, monkeypatch):
+    from vllm import envs
+
+    config = SimpleNamespace(speculative_config=None)
+    for path, accepted, _ in configuration.SETTINGS:
+        parent, _, name = path.rpartition(".")
+        settings = vars(config).setdefault(parent, SimpleNamespace()) if parent else config
+        if settings is not None:
+            setattr(settings, name, accepted[0])
+    config.model_config.model = config.model_config.tokenizer = "bundle"
+    configuration.check_settings(config)
+    parent, _, name = renamed.rpartition(".")
+    if renamed in configuration.VARIABLES:
+        monkeypatch.delitem(envs.environment_variables, renamed)
+    else:
+        delattr(getattr(config, parent) if parent else config, name)
+    with pytest.raises(UsageError, match="this vLLM has no setting"):
+        configuration.check_settings(config)
 
 
 @pytest.mark.parametrize(

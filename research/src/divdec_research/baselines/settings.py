@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 from divdec.errors import UsageError
-from divdec.options import OutputFolder, TrainingData, check_at_least
+from divdec.options import OutputFolder, TrainingData, check_seed
 from divdec.training.settings import TrainingSettings
 from divdec_research.ranges import CheckedSettings, Count, LearningRate, NonNegative, Share
 
@@ -26,7 +26,7 @@ class BaselineSettings(TrainingData, OutputFolder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("seed", self.seed, 0)
+        check_seed(self.seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

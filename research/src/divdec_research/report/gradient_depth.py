@@ -69,7 +69,7 @@ def run_gradient_depth(
         bootstrap=bootstrap, title="gradients",
     )  # fmt: skip
     about = {
-        "steering": str(model.steering),
+        "steering": model.rule,
         "temperature": settings.temperature,
         "direction": settings.direction,
         "level": bootstrap.level,

@@ -91,6 +91,8 @@ QUANTISED = {"compressed-tensors"}
 ROTARY = {"default", "linear", "llama3", "yarn"}
 # Variables that let clients call the engine's methods, load weights or send pickled objects.
 VARIABLES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION")
+ABSENT = object()
+UNKNOWN = "this vLLM has no setting {}, so divdec cannot check it; accepted: vLLM 0.32; install that version"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,21 +245,24 @@ def check_settings(vllm_config: Any) -> None:
     """Refuse settings of vLLM that are not supported or tested with steering.
 
     Raises:
-        UsageError: names the option.
+        UsageError: names the option, or a setting that this vLLM does not have.
     """
+    from vllm import envs  # pyright: ignore[reportMissingImports]
+
     for path, accepted, option in SETTINGS:
-        *parents, name = path.split(".")
-        settings = vllm_config
-        for parent in parents:
-            settings = getattr(settings, parent, None)
-        if settings is not None and hasattr(settings, name):
-            value = getattr(settings, name)
-            if not any(value == accepted_value for accepted_value in accepted):
-                raise UsageError(
-                    f"{option} is {_shown(value)}, with which a steered model is not served by vLLM; accepted: "
-                    f"{', '.join(_shown(accepted_value) for accepted_value in accepted)}; leave the option out"
-                )
+        parent, _, name = path.rpartition(".")
+        settings = getattr(vllm_config, parent, ABSENT) if parent else vllm_config
+        value = accepted[0] if settings is None else getattr(settings, name, ABSENT)  # None: without speculation
+        if value is ABSENT:
+            raise UsageError(UNKNOWN.format(path))
+        if value not in accepted:
+            raise UsageError(
+                f"{option} is {_shown(value)}, with which a steered model is not served by vLLM; accepted: "
+                f"{', '.join(map(_shown, accepted))}; leave the option out"
+            )
     for name in VARIABLES:
+        if name not in envs.environment_variables:
+            raise UsageError(UNKNOWN.format(name))
         if os.environ.get(name, "0").lower() not in ("", "0", "false"):
             raise UsageError(f"{name} is set: clients could reach past the steering; unset it")
     model_config = vllm_config.model_config
