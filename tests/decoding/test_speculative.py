@@ -447,6 +447,22 @@ def test_recurrent_states_are_not_speculated_on():
         model.generate(ids, speculative=True, **given)
 
 
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embedding_by_length_is_not_speculated_on(part, kind):
+    """The largest position of a block would choose the factors of all its tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 32}
+    rotary = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | (factors if kind == "longrope" else {})
+    parts = [
+        tiny_model("llama", 512, seed, **({"rope_parameters": rotary} if seed == part else {})) for seed in range(3)
+    ]
+    model = DivergenceForCausalLM.from_parts(*parts)
+    assert generate(model, PROMPTS[:1]).shape[1] > 4
+    for drafting in ({"speculative": 2}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(UsageError, match=rf"rotary embedding.*\({kind}\).*: leave"):
+            generate(model, PROMPTS[:1], **drafting)
+
+
 def test_invalid_speculation_settings_are_rejected(steered):
     with pytest.raises(UsageError, match="beam search"):
         generate(steered, PROMPTS[:1], speculative=True, generation_config=GenerationConfig(num_beams=3))

@@ -27,7 +27,7 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.protocol import Inputs
-from divdec.passes import stateful_types
+from divdec.passes import rotary_types_by_length, stateful_types
 from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
@@ -381,14 +381,19 @@ def drafting_pair(model: Any, cache: DivergenceCache) -> tuple[NeuralPair, PairC
     """Return the pair whose q drafts, and its cache within that of the model.
 
     Raises:
-        UsageError: the model has a recurrent state (linear attention), whose cache cannot be rolled back exactly; or
-            no auxiliary has the target's tokens.
+        UsageError: the model has a recurrent state (linear attention), whose cache cannot be rolled back exactly, or
+            a rotary embedding that depends on the other tokens of a pass; or no auxiliary has the target's tokens.
     """
     types = stateful_types(model.target, model.experts)
     if types or not all(map(holds_tokens, cache.layers)):
         raise UsageError(
             f"speculation is not offered for models with a recurrent state ({', '.join(types) or 'convolutions'}): "
             "leave it out"
+        )
+    if types := rotary_types_by_length(model):
+        raise UsageError(
+            f"speculation is not offered for models whose rotary embedding ({', '.join(types)}) depends on the length "
+            "of the text: leave it out"
         )
     experts, experts_cache = model.experts, cache.experts
     combined = isinstance(experts, CombinedExperts)

@@ -16,7 +16,7 @@ from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.evaluation.suppression import SuppressionPass
 from divdec.model.modeling import DivergenceForCausalLM
-from divdec.passes import stateful_types
+from divdec.passes import rotary_types_by_length, stateful_types
 from divdec.serving.batches import Batch, Group, Prefill, SpeculativeRequest, StepOutput
 from divdec.serving.request import Request, RequestOutput
 
@@ -271,10 +271,7 @@ class Scheduler:
 def _needs_separate_passes(model: DivergenceForCausalLM) -> bool:
     """Whether an answer depends on the other requests in the batch or on chunked prefill.
 
-    Some rotary embeddings choose their factors by the largest position of a pass. Recurrent states also read padding,
-    and their rows cannot leave a batch.
+    Recurrent states also read padding, and their rows cannot leave a batch.
     """
-    if stateful_types(model.target, model.experts) or not all(map(holds_tokens, model.new_cache().layers)):
-        return True
-    kinds = (str(getattr(module, "rope_type", "")) for module in model.modules())
-    return any("longrope" in kind or "dynamic" in kind for kind in kinds)
+    types = [*stateful_types(model.target, model.experts), *rotary_types_by_length(model)]
+    return bool(types) or not all(map(holds_tokens, model.new_cache().layers))
