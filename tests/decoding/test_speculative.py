@@ -138,6 +138,27 @@ def test_custom_processor_and_stopping_criterion_see_every_length(world_model):
     assert seen["speculative"] == seen["plain"]
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_no_text_behind_an_end_token_is_processed(steered, samples):
+    text = [9, 7, 0]
+
+    class OnlyText:
+        """Excludes every token behind the end, as a grammar does."""
+
+        def __call__(self, input_ids, scores):
+            written = input_ids[0, 4:].tolist()
+            allowed = text[len(written)] if written == text[: len(written)] and len(written) < len(text) else []
+            return scores.masked_fill(~torch.isin(torch.arange(scores.shape[1]), torch.tensor(allowed)), -torch.inf)
+
+    def allowed(row, input_ids):  # transformers refuses an empty list
+        return [text[len(input_ids) - 4]] if len(input_ids) - 4 < len(text) else []
+
+    for option in ({"logits_processor": LogitsProcessorList([OnlyText()])}, {"prefix_allowed_tokens_fn": allowed}):
+        for gamma in (4, True):
+            answer = generate(steered, PROMPTS[:1], do_sample=samples, speculative=gamma, **option)
+            assert answer[0, 4:].tolist() == text
+
+
 class Recorder(BaseStreamer):
     def __init__(self):
         self.steps, self.ended = [], 0

@@ -246,6 +246,8 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
     pair, pair_cache = drafting_pair(model, cache)
     controller, statistics = _CONTROLLERS.setdefault(model, DraftController()), speculation.statistics
     random = PositionalRandom(sequence.ids.device, seed)
+    ends = getattr(sequence.config, "_eos_token_tensor", None)
+    ends = [] if ends is None else ends.tolist()
 
     # Prefill: the prompt's logits give the first token.
     if cache.check_length() != sequence.ids.shape[1] - 1:
@@ -273,7 +275,8 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
             token = scores.argmax(dim=-1) if uniform is None else pick(probabilities, uniform[:, step : step + 1, 0])
             ids = torch.cat([ids, token], dim=1)
             draft_scores.append(scores)
-            if speculation.gamma is None and not controller.wants_more(float(probabilities.amax())):
+            more = speculation.gamma is not None or controller.wants_more(float(probabilities.amax()))
+            if not more or (ends and int(token) in ends):  # processors may not be able to handle text behind an end
                 break
 
         # Verify: one pass over the newest token and all drafts but the last.
