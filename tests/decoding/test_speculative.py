@@ -402,7 +402,7 @@ def test_unverified_draft_in_cache_raises(steered):
     cache = steered.new_cache()
     ids = torch.tensor([PROMPTS[0]])
     steered(input_ids=ids, past_key_values=cache)
-    steered.experts.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, steered.steering)
+    steered.experts.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, steered.steer)
     with pytest.raises(FailedClosed, match="read ahead"):
         cache.batch_select_indices(torch.tensor([0]))
     with pytest.raises(RuntimeError):

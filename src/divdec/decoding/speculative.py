@@ -269,7 +269,7 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
         uniform = random(sequence.generated, size) if samples else None
         for step in range(size):
             inputs = sequence.inputs(ids, length - 1 + step)
-            logits = pair.draft_logits(inputs, pair_cache, model.steering).to(ids.device, torch.float32)
+            logits = pair.draft_logits(inputs, pair_cache, model.steer).to(ids.device, torch.float32)
             scores = sequence.process(ids, logits[..., : model.vocab_size])
             probabilities = scores.softmax(dim=-1)
             token = scores.argmax(dim=-1) if uniform is None else pick(probabilities, uniform[:, step : step + 1, 0])
