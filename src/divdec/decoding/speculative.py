@@ -294,7 +294,7 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
         accepted = verdict.accepted[0].tolist()  # waits for the GPU
         grown = sequence.accept(verdict.tokens[:, : int(verdict.kept)], logits, scores)
         cache.crop(grown - read)  # also by 0, so that a sliding window drops what it recorded
-        sequence.stream()  # last, so that a streamer that stops decoding leaves the cache consistent
+        sequence.stream()
 
         controller.record(accepted[:grown], read - 1, grown, time.perf_counter() - started)
         if statistics is not None:
