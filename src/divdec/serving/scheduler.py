@@ -54,7 +54,9 @@ class Scheduler:
         model.on_steered = self._count_changes
         self._model, self._max_num_seqs, self._speculation = model, max_num_seqs, speculation
         self._measure_suppression = measure_suppression
-        self._separate = _needs_separate_passes(model)
+        # Whether answers would depend on other requests and chunks. Recurrent states also read padding and keep rows.
+        types = [*stateful_types(model.target, model.experts), *rotary_types_by_length(model)]
+        self._separate = bool(types) or not all(map(holds_tokens, model.new_cache().layers))
         self._prefills: list[Prefill] = []
         self._groups: list[Group] = []
         # Finished requests with their last outputs, to which the share is added.
@@ -266,12 +268,3 @@ class Scheduler:
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             error = FailedClosed("the model failed; nothing is answered unsteered")
         self._outputs += [(request, error) for request in requests]
-
-
-def _needs_separate_passes(model: DivergenceForCausalLM) -> bool:
-    """Whether an answer depends on the other requests in the batch or on chunked prefill.
-
-    Recurrent states also read padding, and their rows cannot leave a batch.
-    """
-    types = [*stateful_types(model.target, model.experts), *rotary_types_by_length(model)]
-    return bool(types) or not all(map(holds_tokens, model.new_cache().layers))
