@@ -118,7 +118,7 @@ def stateful_types(*models: object) -> list[str]:
     return sorted({module.config.model_type for module in modules if getattr(module, "_is_stateful", False)})
 
 
-def rotary_types_by_length(model: nn.Module) -> list[str]:
+def rotary_types_by_length(model: Any) -> list[str]:
     """Return the types of rotary embeddings within that choose their factors by the largest position of a pass."""
     kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}  # some have one type per layer type
     return [kind for kind in ("dynamic", "longrope") if any(kind in text for text in kinds)]
