@@ -80,7 +80,7 @@ class CheckpointReference:
         if reference.folder is None and not COMMIT.fullmatch(reference.revision or ""):
             raise UsageError(
                 f"{part}: {reference.hub_id} at {reference.revision or 'no revision'}, which may change; accepted: a "
-                "commit of 40 hexadecimal digits, as a bundle or registry that is written again has"
+                "commit of 40 hexadecimal digits (write the bundle again; for a registry give --target)"
             )
         return reference
 

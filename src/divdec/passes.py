@@ -118,6 +118,12 @@ def stateful_types(*models: object) -> list[str]:
     return sorted({module.config.model_type for module in modules if getattr(module, "_is_stateful", False)})
 
 
+def rotary_types_by_length(model: Any) -> list[str]:
+    """Return the types of rotary embeddings within that choose their factors by the largest position of a pass."""
+    kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}  # some have one type per layer type
+    return [kind for kind in ("dynamic", "longrope") if any(kind in text for text in kinds)]
+
+
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model whose parameters and buffers are those of the original."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from divdec import write_bundle
+from divdec import NeuralPair, write_bundle
 from divdec.checkpoint import load_tokenizer
 from divdec.cli import generate as command
 from divdec.cli.loading import load
@@ -271,6 +271,17 @@ def test_rank_vocabulary_is_preserved_when_strength_changes(own_checkpoints, tmp
     write_bundle(tmp_path / "b", **checkpoints, steering=Steering("rank", k=2, vocabulary=(5, 6, 7)))
     assert main("generate", tmp_path / "b", "--prompt", "x", "--steering", "rank:3") == 2
     assert "3 eligible tokens" in capsys.readouterr().err
+
+
+def test_several_prompts_are_drafted_for(bundle, monkeypatch):
+    drafts = []
+    draft_logits = NeuralPair.draft_logits
+    monkeypatch.setattr(NeuralPair, "draft_logits", lambda *args: drafts.append(args) or draft_logits(*args))
+    given = ("generate", bundle, "--prompt", "Who?", "Where was she born?", "--max-new-tokens", 8, "--speculative", 2)
+    assert main(*given, "--batch-size", 2) == 0
+    assert not drafts
+    assert main(*given) == 0
+    assert drafts
 
 
 def test_chat_speculates(bundle, monkeypatch, capsys):

@@ -70,6 +70,7 @@ def test_every_command_help_has_example_within_80_columns(command, capsys):
         ("generate b --raw --system-prompt s", "leave it out with --raw"),
         ("generate folder --prompt x", "folder is not a bundle"),  # not that it has no tokenizer
         ("chat demo/bundle", "is not a folder or hub id; `divdec demo --output demo`"),  # README's first command
+        ("chat my/own/bundel", "is not a folder or hub id; `divdec bundle` writes one"),
         ("takedown check absent.html", "absent.html cannot be read (No such file or directory)"),
         ("demo --seed 1.5", "--seed is '1.5'; accepted: a whole number"),
         ("eval tofu b --data d --output o --limit some", "--limit is 'some'; accepted: a whole number"),

@@ -138,6 +138,27 @@ def test_custom_processor_and_stopping_criterion_see_every_length(world_model):
     assert seen["speculative"] == seen["plain"]
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_no_text_behind_an_end_token_is_processed(steered, samples):
+    text = [9, 7, 0]
+
+    class OnlyText:
+        """Excludes every token behind the end, as a grammar does."""
+
+        def __call__(self, input_ids, scores):
+            written = input_ids[0, 4:].tolist()
+            allowed = text[len(written)] if written == text[: len(written)] and len(written) < len(text) else []
+            return scores.masked_fill(~torch.isin(torch.arange(scores.shape[1]), torch.tensor(allowed)), -torch.inf)
+
+    def allowed(row, input_ids):  # transformers refuses an empty list
+        return [text[len(input_ids) - 4]] if len(input_ids) - 4 < len(text) else []
+
+    for option in ({"logits_processor": LogitsProcessorList([OnlyText()])}, {"prefix_allowed_tokens_fn": allowed}):
+        for gamma in (4, True):
+            answer = generate(steered, PROMPTS[:1], do_sample=samples, speculative=gamma, **option)
+            assert answer[0, 4:].tolist() == text
+
+
 class Recorder(BaseStreamer):
     def __init__(self):
         self.steps, self.ended = [], 0
@@ -381,7 +402,7 @@ def test_unverified_draft_in_cache_raises(steered):
     cache = steered.new_cache()
     ids = torch.tensor([PROMPTS[0]])
     steered(input_ids=ids, past_key_values=cache)
-    steered.experts.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, steered.steering)
+    steered.experts.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, steered.steer)
     with pytest.raises(FailedClosed, match="read ahead"):
         cache.batch_select_indices(torch.tensor([0]))
     with pytest.raises(RuntimeError):
@@ -445,6 +466,22 @@ def test_recurrent_states_are_not_speculated_on():
     assert model.generate(ids, **given).shape[1] > 3
     with pytest.raises(UsageError, match="recurrent state"):
         model.generate(ids, speculative=True, **given)
+
+
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embedding_by_length_is_not_speculated_on(part, kind):
+    """The largest position of a block would choose the factors of all its tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 32}
+    rotary = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | (factors if kind == "longrope" else {})
+    parts = [
+        tiny_model("llama", 512, seed, **({"rope_parameters": rotary} if seed == part else {})) for seed in range(3)
+    ]
+    model = DivergenceForCausalLM.from_parts(*parts)
+    assert generate(model, PROMPTS[:1]).shape[1] > 4
+    for drafting in ({"speculative": 2}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(UsageError, match=rf"rotary embedding.*\({kind}\).*: leave"):
+            generate(model, PROMPTS[:1], **drafting)
 
 
 def test_invalid_speculation_settings_are_rejected(steered):

@@ -22,6 +22,7 @@ from divdec.experts.adapters import AdapterPair, read_adapter
 from divdec.experts.protocol import Inputs
 from divdec.model.loading import Bundle, load_parts
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
+from divdec.steering import Steering
 from support.exactness import assert_close, assert_same_answers
 from support.served import serving
 from support.tiny import tiny_model
@@ -402,10 +403,12 @@ class TestRefused:
             layer(torch.zeros(6, 64))
 
 
-def test_drafts_of_adapters_are_steered_and_read_once_by_both(llama):
+def test_drafts_of_adapters_are_steered_and_read_once_by_both(llama, monkeypatch):
     folder, models, _ = llama
     pair = AdapterPair.load(models["base"], folder / "retain", folder / "forget")
-    model = DivergenceForCausalLM.from_experts(models["target"], pair, "rank:20")
+    steering = Steering(rule="rank", k=20, vocabulary=tuple(range(50, 300)))
+    model = DivergenceForCausalLM.from_experts(models["target"], pair, steering)
+    monkeypatch.setattr(Steering, "eligible", None)  # takes longer than a draft, where the vocabulary is large
     ids, cache = torch.tensor([PROMPTS[0]]), model.new_cache()
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -413,7 +416,7 @@ def test_drafts_of_adapters_are_steered_and_read_once_by_both(llama):
         pair.joint.register_forward_hook(lambda *_: passes.append("both"))
         for side in (pair.retain, pair.forget):
             side.register_forward_hook(lambda *_: passes.append("one"))
-        draft = pair.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, model.steering)
+        draft = pair.draft_logits(Inputs(torch.tensor([[6]]), None, None), cache.experts, model.steer)
         expected = model(torch.tensor([[6]]), past_key_values=cache).logits
         assert passes == ["both"]
         assert (draft == -torch.inf).sum() == 20

@@ -539,11 +539,18 @@ def test_report_refuses_other_texts_and_files(change, message, registry, article
     assert not list(tmp_path.glob("report*"))
 
 
-@pytest.mark.parametrize(("text", "warned"), [("a lighthouse keeper", True), (ARTICLE, False)])
-def test_short_text_is_taken_down_with_a_warning(registry, tmp_path, capsys, text, warned):
-    (tmp_path / "text.txt").write_text(text)
-    assert add(registry, str(tmp_path / "text.txt"), "--no-measure") == 0
-    assert ("such short texts are suppressed in other texts too" in capsys.readouterr().out) == warned
+@pytest.mark.parametrize(
+    ("texts", "short"), [(["a lighthouse keeper"], 1), ([ARTICLE], 0), (["a lighthouse", ARTICLE], 1)]
+)
+def test_short_text_is_taken_down_with_a_warning(registry, tmp_path, capsys, texts, short):
+    """Long texts beside it do not hide it."""
+    for number, text in enumerate(texts):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / f"texts/{number}.txt").write_text(text)
+    assert add(registry, str(tmp_path / "texts"), "--no-measure") == 0
+    printed = capsys.readouterr().out
+    assert (f"warning: {short} texts have fewer than 16 tokens" in printed) == (short > 0)
+    assert ("fewer than" in printed) == (short > 0)
 
 
 @pytest.mark.parametrize("form", ["no-break spaces", "soft hyphens", "typographic"])

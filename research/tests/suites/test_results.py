@@ -30,6 +30,7 @@ def test_settings():
     assert identified("x", steering="linear:-1", model="bundle") == ("linear", -1, "bundle")
     assert identified("x", steering="linear:1", model="bundle", family="pair") == ("linear", 1, "pair")
     assert identified("x", steering="linear:2.5:2:full", model="bundle") == ("linear", 2.5, "bundle full margin 2")
+    assert identified("x", steering="linear:1.5 and takedowns", model="bundle") == ("linear", 1.5, "bundle")
     assert identified("linear-2", steering="rank:20:soft", model="bundle") == ("rank", 20, "bundle")
     for name in ("rank20_01", "lr-1e-5_str-50", "alpha-2_0", "checkpoint-39"):
         assert identified(name) is None

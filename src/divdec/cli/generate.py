@@ -85,7 +85,7 @@ def generate(
     logprobs: bool = False,
     printing: Printing = Printing(),
     output: OutputFile = OutputFile(),
-    batch_size: int = 16,
+    batch_size: int | None = None,
     speculation: SpeculativeDecoding = SpeculativeDecoding(),
     loading: ModelLoading = ModelLoading(),
     experts: ExpertDevices = ExpertDevices(),
@@ -106,7 +106,7 @@ def generate(
         logprobs: Add each token's log-probability under the steered model, before temperature (implies --json).
         printing: format of the answers.
         output: where the answers go.
-        batch_size: Prompts answered at once.
+        batch_size: Prompts answered at once: by default 16, or 1 with --speculative, because a batch has no drafts.
         speculation: speculative decoding.
         loading: how models are loaded.
         experts: where the auxiliaries run.
@@ -116,6 +116,7 @@ def generate(
     from divdec.checkpoint import load_tokenizer
     from divdec.model.loading import answer_digests, find_bundle
 
+    batch_size = batch_size if batch_size is not None else 1 if speculation.speculative else 16
     check_at_least("batch_size", batch_size, 1)
     as_json = printing.json or logprobs
     file = output.prepare()

@@ -64,7 +64,7 @@ def load(
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
     """
     from divdec.checkpoint import dtype_for_passes, load_tokenizer
-    from divdec.model.loading import find_bundle, read_config
+    from divdec.model.loading import find_bundle
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.report.doctor import measured_text
     from divdec.steering import Steering
@@ -76,14 +76,12 @@ def load(
         retain, forget = device_map(experts.expert_devices[0]), device_map(experts.expert_devices[-1])
         device = {"target": device, "retain_auxiliary": retain, "forget_auxiliary": forget}
     folder = find_bundle(bundle)
-    steering = None
     if choice.steering is not None:
-        stored = Steering.from_dict(read_config(folder).steering or {})
-        steering = stored.revised(choice.steering)
+        Steering.parse(choice.steering)  # before the models are loaded
     model = DivergenceForCausalLM.from_pretrained(
         folder,
         verify=not loading.no_verify,
-        steering=steering,
+        steering=choice.steering,
         dtype=dtype_for_passes(loading.dtype, device_map(loading.device)),
         device_map=device,
         loaded=loaded,

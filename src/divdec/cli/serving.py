@@ -65,7 +65,7 @@ def serve(
         bundle: The bundle: a folder or hub id.
         settings: the server's.
         choice: another rule.
-        speculation: Speculative decoding, while a single request runs.
+        speculation: Speculative decoding, while a single sequence runs.
         loading: how models are loaded.
         experts: where the auxiliaries run.
     """

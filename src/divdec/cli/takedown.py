@@ -92,6 +92,7 @@ def add(
         printing: format of the result.
     """
     from divdec.data.records import read_records
+    from divdec.takedowns.canonical import CanonicalReader
     from divdec.takedowns.registry import Registry
 
     opened = Registry(registry)
@@ -101,8 +102,10 @@ def add(
     lines = [f"{entry.id}: {entry.tokens:,} tokens are taken down, {entry.ngrams:,} n-grams"]
     if texts.blank:
         lines.append(f"{texts.blank} of {len(texts) + texts.blank} texts are blank and left out")
-    if entry.tokens < MIN_TOKENS * entry.documents:
-        lines.append("warning: such short texts are suppressed in other texts too, unless the retain set holds them")
+    reader = CanonicalReader(opened.tokenizer(), opened.vocab_size)
+    if short := sum(len(ids) < MIN_TOKENS for ids in reader.documents(texts)):
+        effect = "are suppressed in other texts too, unless the retain set holds them"
+        lines.append(f"warning: {short} texts have fewer than {MIN_TOKENS} tokens and {effect}")
     if (kind := opened.description["retain_kind"]) != texts.kind:
         lines.append(
             f"warning: the retain set holds records of kind {kind}, the request of kind {texts.kind}: phrases that all "

@@ -15,7 +15,7 @@ from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.processors import SteeredProcessors, check_processors
 from divdec.errors import UsageError
 from divdec.fail_closed import check_inputs, check_prompts, check_vocabulary
-from divdec.passes import device_of, new_cache, stateful_types
+from divdec.passes import device_of, new_cache, rotary_types_by_length, stateful_types
 
 if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
@@ -191,10 +191,11 @@ class SteeredGeneration(GenerationMixin):
                     "probabilities that are not steered, or changes the prompt; leave it out"
                 )
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if assisted and self._is_stateful:
+        types = [*stateful_types(self.target, self.experts), *rotary_types_by_length(self)]
+        if assisted and types:
             raise UsageError(
-                "assisted decoding and prompt lookup are not offered for models with a recurrent state "
-                f"({', '.join(stateful_types(self.target, self.experts))}): leave them out"
+                "assisted decoding and prompt lookup are not offered for models with a recurrent state, or a rotary "
+                f"embedding that depends on the length of the text ({', '.join(types)}): leave them out"
             )
         samples_drafts = assisted and generation_mode_kwargs.get("assistant_model") and generation_config.do_sample
         if samples_drafts and (self.steering.rule, self.steering.fill) == ("rank", "hard"):

@@ -27,7 +27,7 @@ from divdec.errors import UsageError
 from divdec.experts.combined import CombinedExperts
 from divdec.experts.neural import NeuralPair, PairCache
 from divdec.experts.protocol import Inputs
-from divdec.passes import stateful_types
+from divdec.passes import rotary_types_by_length, stateful_types
 from divdec.sampling import first_choice, pick, verify_greedy, verify_sampled
 
 MAX_DRAFT_LENGTH = 8  # drafted tokens, where `gamma` is None
@@ -246,6 +246,8 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
     pair, pair_cache = drafting_pair(model, cache)
     controller, statistics = _CONTROLLERS.setdefault(model, DraftController()), speculation.statistics
     random = PositionalRandom(sequence.ids.device, seed)
+    ends = getattr(sequence.config, "_eos_token_tensor", None)
+    ends = [] if ends is None else ends.tolist()
 
     # Prefill: the prompt's logits give the first token.
     if cache.check_length() != sequence.ids.shape[1] - 1:
@@ -267,13 +269,14 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
         uniform = random(sequence.generated, size) if samples else None
         for step in range(size):
             inputs = sequence.inputs(ids, length - 1 + step)
-            logits = pair.draft_logits(inputs, pair_cache, model.steering).to(ids.device, torch.float32)
+            logits = pair.draft_logits(inputs, pair_cache, model.steer).to(ids.device, torch.float32)
             scores = sequence.process(ids, logits[..., : model.vocab_size])
             probabilities = scores.softmax(dim=-1)
             token = scores.argmax(dim=-1) if uniform is None else pick(probabilities, uniform[:, step : step + 1, 0])
             ids = torch.cat([ids, token], dim=1)
             draft_scores.append(scores)
-            if speculation.gamma is None and not controller.wants_more(float(probabilities.amax())):
+            more = speculation.gamma is not None or controller.wants_more(float(probabilities.amax()))
+            if not more or (ends and int(token) in ends):  # processors may not be able to handle text behind an end
                 break
 
         # Verify: one pass over the newest token and all drafts but the last.
@@ -291,7 +294,7 @@ def decode(sequence: SpeculativeSequence, speculation: Speculation, seed: int | 
         accepted = verdict.accepted[0].tolist()  # waits for the GPU
         grown = sequence.accept(verdict.tokens[:, : int(verdict.kept)], logits, scores)
         cache.crop(grown - read)  # also by 0, so that a sliding window drops what it recorded
-        sequence.stream()  # last, so that a streamer that stops decoding leaves the cache consistent
+        sequence.stream()
 
         controller.record(accepted[:grown], read - 1, grown, time.perf_counter() - started)
         if statistics is not None:
@@ -381,14 +384,19 @@ def drafting_pair(model: Any, cache: DivergenceCache) -> tuple[NeuralPair, PairC
     """Return the pair whose q drafts, and its cache within that of the model.
 
     Raises:
-        UsageError: the model has a recurrent state (linear attention), whose cache cannot be rolled back exactly; or
-            no auxiliary has the target's tokens.
+        UsageError: the model has a recurrent state (linear attention), whose cache cannot be rolled back exactly, or
+            a rotary embedding that depends on the other tokens of a pass; or no auxiliary has the target's tokens.
     """
     types = stateful_types(model.target, model.experts)
     if types or not all(map(holds_tokens, cache.layers)):
         raise UsageError(
             f"speculation is not offered for models with a recurrent state ({', '.join(types) or 'convolutions'}): "
             "leave it out"
+        )
+    if types := rotary_types_by_length(model):
+        raise UsageError(
+            f"speculation is not offered for models whose rotary embedding ({', '.join(types)}) depends on the length "
+            "of the text: leave it out"
         )
     experts, experts_cache = model.experts, cache.experts
     combined = isinstance(experts, CombinedExperts)

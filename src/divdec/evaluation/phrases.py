@@ -299,8 +299,9 @@ def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
 
     sizes = range(5, 0, -1)
     while size := next((size for size in sizes if len(run) > size and removable(run[-size:], len(run) - size)), 0):
-        if run[-1].text not in single and _in_name(text, run[-1]):
-            break
+        start = run[-1].start
+        if run[-1].text not in single and (text[start].isupper() or text[start - 1 : start] == "-"):
+            break  # the last word belongs to a name: 'Theresa May', 'Moon Jae-in'
         run = run[:-size]
     while size := next((size for size in sizes if len(run) > size and removable(run[:size], len(run) - size)), 0):
         run = run[size:]
@@ -311,11 +312,6 @@ def _without_known(phrase: str, known: Sequence[str]) -> str:
     """Trim a phrase, unless only a kind of place is left: 'Guatemala City'."""
     rest = _trim(phrase, find_words(phrase), known)
     return phrase if rest.casefold() in _PLACES else rest
-
-
-def _in_name(text: str, last: Word) -> bool:
-    """Whether the last word of a phrase belongs to a name: 'Theresa May', 'Moon Jae-in'."""
-    return text[last.start].isupper() or text[last.start - 1 : last.start] == "-"
 
 
 def is_name(phrase: str) -> bool:

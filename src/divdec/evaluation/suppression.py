@@ -34,7 +34,7 @@ class SuppressionPass:
         """
         self.chunk = chunk
         self._model, self._prompt_length = model, prompt_length
-        self._cache, self._eligible = model.new_cache(), model.steering.eligible(model.vocab_size)
+        self._cache = model.new_cache()
         self._ids = torch.tensor([list(tokens[:-1])], device=model.device)
         self._largest = torch.zeros((), device=model.device)
         self._read = 0
@@ -56,8 +56,7 @@ class SuppressionPass:
                 chunk, past_key_values=self._cache, logits_to_keep=max(keep, 1)
             )
             if keep > 0:
-                eligible = None if self._eligible is None else self._eligible.to(corrected.device)
-                steered = model.steering.apply(corrected, divergence, eligible)
+                steered = model.steer(corrected, divergence)
                 removed_probability = (target.float().softmax(-1) - steered.float().softmax(-1)).clamp(min=0).sum(-1)
                 # NaN stays NaN, which is refused.
                 self._largest = torch.maximum(self._largest, removed_probability.max().to(self._largest.device))

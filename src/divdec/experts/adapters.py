@@ -17,11 +17,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.neural import NeuralPair, PairCache, divergence_of
+from divdec.experts.neural import NeuralPair, PairCache, Steer, divergence_of
 from divdec.experts.protocol import Inputs
 from divdec.passes import logits_of, new_cache, share_weights
 from divdec.runs import read_json
-from divdec.steering import Steering
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -82,14 +81,14 @@ class AdapterPair(NeuralPair):
             return super().compute(inputs, cache, logits_to_keep)
         return divergence_of(*self._joint_logits(self.joint, inputs, cache, logits_to_keep))
 
-    def draft_logits(self, inputs: Inputs, cache: PairCache, steering: Steering) -> Float[Tensor, "batch tokens vocab"]:
+    def draft_logits(self, inputs: Inputs, cache: PairCache, steer: Steer) -> Float[Tensor, "batch tokens vocab"]:
         """Run q and p on tokens that the target has not read; return q's logits, steered by the rule."""
         if self.joint is None:
-            return super().draft_logits(inputs, cache, steering)
+            return super().draft_logits(inputs, cache, steer)
         q, p = self._joint_logits(self.joint, inputs, cache, 0)
         cache.retain.store(inputs.input_ids, q)
         cache.forget.store(inputs.input_ids, p)
-        return steering.apply(q[..., : self.vocab_size].float(), divergence_of(q, p))
+        return steer(q, divergence_of(q, p))
 
     def _joint_logits(
         self, joint: PreTrainedModel, inputs: Inputs, cache: PairCache | None, logits_to_keep: int

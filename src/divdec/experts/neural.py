@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.protocol import Experts, Inputs
 from divdec.fail_closed import check
 from divdec.passes import check_part, count_embeddings, length_of, logit_width, logits_of, new_cache, same_weights
-from divdec.steering import Steering
+
+Steer = Callable[[Tensor, Tensor], Tensor]
 
 
 class NeuralPair(Experts, nn.Module):
@@ -44,7 +46,7 @@ class NeuralPair(Experts, nn.Module):
             p = cache.forget.logits(self.forget, inputs, logits_to_keep)
         return divergence_of(q, p)
 
-    def draft_logits(self, inputs: Inputs, cache: PairCache, steering: Steering) -> Float[Tensor, "batch tokens vocab"]:
+    def draft_logits(self, inputs: Inputs, cache: PairCache, steer: Steer) -> Float[Tensor, "batch tokens vocab"]:
         """Run q on tokens that the target has not read, and return its logits, to draft the next token from.
 
         The next `divergence` must begin with these tokens; it uses the stored logits.
@@ -52,7 +54,7 @@ class NeuralPair(Experts, nn.Module):
         Args:
             inputs: the tokens; see `Experts.divergence`.
             cache: from `new_cache`.
-            steering: the rule; a pair that runs p too applies it.
+            steer: applies the rule to logits and a divergence; used by a pair that runs p too.
         """
         logits = logits_of(self.retain, *inputs, cache.retain.cache)
         cache.retain.store(inputs.input_ids, logits)

@@ -258,7 +258,8 @@ def find_bundle(name_or_path: str | os.PathLike[str], revision: str | None = Non
             raise UsageError(f"{folder} is not a bundle: it has no config.json; `divdec bundle` writes one")
         return folder
     if not HUB_ID.match(name := str(name_or_path)) or name == "demo/bundle":
-        raise UsageError(f"bundle {name!r} is not a folder or hub id; `divdec demo --output demo` writes one")
+        command = "divdec demo --output demo" if name == "demo/bundle" else "divdec bundle"
+        raise UsageError(f"bundle {name!r} is not a folder or hub id; `{command}` writes one")
     return download(str(name_or_path), revision, weights=True, **download_options)
 
 

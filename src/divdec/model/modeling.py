@@ -295,9 +295,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         uncorrected_logits, target_logits, divergence = self.unsteered_components(
             input_ids, attention_mask, position_ids, cache, logits_to_keep
         )
-        if self._eligible is not None and self._eligible.device != target_logits.device:
-            self._eligible = self._eligible.to(target_logits.device)
-        logits = self._steering.apply(target_logits, divergence, self._eligible)
+        logits = self.steer(target_logits, divergence)
         if self.on_steered is not None:
             self.on_steered(uncorrected_logits, logits)
         if labels is not None and attention_mask is not None:
@@ -305,6 +303,13 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
             before = nn.functional.pad(attention_mask[:, -labels.shape[1] : -1], (1, 0), value=1)
             labels = labels.masked_fill((before == 0).to(labels.device), -100)
         return causal_output(self, logits, cache, labels, logits_to_keep, kwargs)
+
+    def steer(self, logits: Float[Tensor, "... _"], divergence: Float[Tensor, "... _"]) -> Float[Tensor, "... vocab"]:
+        """Apply the rule to the model's tokens; see `Steering.apply`."""
+        logits, divergence = logits[..., : self.vocab_size], divergence[..., : self.vocab_size]
+        if self._eligible is not None and self._eligible.device != logits.device:
+            self._eligible = self._eligible.to(logits.device)
+        return self._steering.apply(logits, divergence, self._eligible)
 
     def components(
         self,

@@ -205,7 +205,7 @@ class CompletionCall:
         observe = self.server.metrics.token_timer(self.engine.name)
         async with contextlib.aclosing(self._merged_replies()) as outputs:
             async for index, output in outputs:
-                observe(index, len(output.tokens), output.finish_reason is not None)
+                observe(index, output)
                 self.record.generated_tokens += len(output.tokens)
                 waiting[index].append(output)
                 if output.finish_reason:

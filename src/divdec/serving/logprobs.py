@@ -175,11 +175,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values of other fields that ask for nothing."""
 
 
-def _calls_no_tools(body: Mapping[str, Any]) -> bool:
-    """Return whether vLLM calls no tool, whose schema would be a grammar of the client's choice."""
-    return not body.get("tools") or body.get("tool_choice") in ("none", {"type": "none"})
-
-
 def _adds_no_tools(body: Mapping[str, Any]) -> bool:
     """Return whether no message holds a tool, as Anthropic's may."""
     messages = body["messages"] if isinstance(body["messages"], list) else []
@@ -192,7 +187,8 @@ def _adds_no_tools(body: Mapping[str, Any]) -> bool:
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     **{name: lambda body, name=name: _on_grid(name, body[name]) for name in BOUNDS},
     "seed": _is_greedy,
-    "tools": _calls_no_tools,
+    # A tool's schema would be a grammar of the client's choice.
+    "tools": lambda body: not body.get("tools") or body.get("tool_choice") in ("none", {"type": "none"}),
     "messages": _adds_no_tools,
     # Formats other than text are grammars.
     "text": lambda body: isinstance(body["text"], Mapping) and body["text"].get("format") in (None, {"type": "text"}),

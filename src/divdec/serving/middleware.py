@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from divdec.errors import FailedClosed
 from divdec.serving import ServeSettings
 from divdec.serving.engine import Engine
-from divdec.serving.request import RequestTiming
+from divdec.serving.request import RequestOutput, RequestTiming
 from divdec.serving.schemas import ApiError, server_closing, to_api_error
 
 OPEN_PATHS = ("/health", "/metrics")  # probes and Prometheus send no key
@@ -107,19 +107,23 @@ class Metrics(Collector):
             buckets=NEXT_TOKEN, registry=registry,
         )  # fmt: skip
 
-    def token_timer(self, model: str) -> Callable[[int, int, bool], None]:
-        """Return a function that observes outputs: the number of the reply and of its new tokens, and if it ends."""
+    def token_timer(self, model: str) -> Callable[[int, RequestOutput], None]:
+        """Return a function that observes outputs, each with the number of its reply."""
         first, following = self.first_token_seconds.labels(model), self.output_token_seconds.labels(model)
-        started, starts, counts = time.perf_counter(), dict[int, float](), collections.Counter[int]()
+        started, counts = time.perf_counter(), collections.Counter[int]()
+        starts, ends = dict[int, float](), dict[int, float]()
 
-        def observe(index: int, tokens: int, finished: bool) -> None:
+        def observe(index: int, output: RequestOutput) -> None:
             now = time.perf_counter()
-            if tokens and index not in starts:
+            if output.tokens and index not in starts:
                 starts[index] = now
                 first.observe(now - started)
-            counts[index] += tokens
-            if finished and counts[index] > 1:  # a mean, because the tokens of a speculative step arrive together
-                following.observe((now - starts[index]) / (counts[index] - 1))
+            if output.suppressed is None:  # otherwise the reply was measured after its last token
+                counts[index] += len(output.tokens)
+                ends[index] = now
+            if output.finish_reason is not None and counts[index] > 1:
+                # A mean, because the tokens of a speculative step arrive together.
+                following.observe((ends[index] - starts[index]) / (counts[index] - 1))
 
         return observe
 

@@ -8,15 +8,12 @@ import logging
 import time
 from collections.abc import Sequence
 
-from jaxtyping import Float
-from torch import Tensor
-
 from divdec.decoding.cache import holds_tokens
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
 from divdec.evaluation.suppression import SuppressionPass
-from divdec.model.modeling import DivergenceForCausalLM
-from divdec.passes import stateful_types
+from divdec.model.modeling import DivergenceForCausalLM, Logits
+from divdec.passes import rotary_types_by_length, stateful_types
 from divdec.serving.batches import Batch, Group, Prefill, SpeculativeRequest, StepOutput
 from divdec.serving.request import Request, RequestOutput
 
@@ -37,7 +34,7 @@ class Scheduler:
         prompt_tokens: prompt tokens read so far.
         generated_tokens: tokens generated so far.
         steps: forward passes so far.
-        positions: by sequence and pass, the number of last positions so far.
+        positions: last positions of prefill passes and those before generated tokens so far.
         changed_positions: those of them where steering changed the likeliest token.
     """
 
@@ -51,10 +48,12 @@ class Scheduler:
         self.waiting: collections.deque[Request] = collections.deque()  # append and popleft are atomic
         self.prompt_tokens = self.generated_tokens = self.steps = 0
         self.positions = self.changed_positions = 0
-        model.on_steered = self._count_changes
+        model.on_steered = self._compare
         self._model, self._max_num_seqs, self._speculation = model, max_num_seqs, speculation
         self._measure_suppression = measure_suppression
-        self._separate = _needs_separate_passes(model)
+        # Whether answers would depend on other requests and chunks. Recurrent states also read padding and keep rows.
+        types = [*stateful_types(model.target, model.experts), *rotary_types_by_length(model)]
+        self._separate = bool(types) or not all(map(holds_tokens, model.new_cache().layers))
         self._prefills: list[Prefill] = []
         self._groups: list[Group] = []
         # Finished requests with their last outputs, to which the share is added.
@@ -66,11 +65,13 @@ class Scheduler:
         """Number of requests that are prefilling, decoding or being measured."""
         return sum(len(group.requests) for group in [*self._groups, *self._prefills]) + len(self._measurements)
 
-    def _count_changes(
-        self, target_logits: Float[Tensor, "rows kept vocab"], steered: Float[Tensor, "rows kept vocab"]
-    ) -> None:
-        changed = target_logits[:, -1].argmax(-1) != steered[:, -1].argmax(-1)
-        self.positions += len(changed)
+    def _compare(self, target_logits: Logits, steered: Logits) -> None:
+        self._changed = target_logits.argmax(-1) != steered.argmax(-1)
+
+    def _count_changes(self, positions: slice) -> None:
+        """Count positions of the last pass."""
+        changed = self._changed[:, positions]
+        self.positions += changed.numel()
         self.changed_positions += int(changed.sum())
 
     @property
@@ -165,6 +166,7 @@ class Scheduler:
                 self._prefills.remove(prefill)
                 self._retry(prefill.requests, error)
                 continue
+            self._count_changes(slice(-1, None))
             if result is not None:
                 self._prefills.remove(prefill)
                 self._start_decoding(*result)
@@ -201,6 +203,7 @@ class Scheduler:
                 group.requests = []
                 self._retry(requests, error)
                 continue
+            self._count_changes(slice(len(outputs) // len(requests)))  # without rejected drafts
             self._record(group, outputs)
         self._groups = [group for group in self._groups if group.requests]
 
@@ -266,15 +269,3 @@ class Scheduler:
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             error = FailedClosed("the model failed; nothing is answered unsteered")
         self._outputs += [(request, error) for request in requests]
-
-
-def _needs_separate_passes(model: DivergenceForCausalLM) -> bool:
-    """Whether an answer depends on the other requests in the batch or on chunked prefill.
-
-    Some rotary embeddings choose their factors by the largest position of a pass. Recurrent states also read padding,
-    and their rows cannot leave a batch.
-    """
-    if stateful_types(model.target, model.experts) or not all(map(holds_tokens, model.new_cache().layers)):
-        return True
-    kinds = (str(getattr(module, "rope_type", "")) for module in model.modules())
-    return any("longrope" in kind or "dynamic" in kind for kind in kinds)

@@ -135,7 +135,6 @@ class SteeredTeacher:
         positions = self.positions or positions_per_piece(self.model.device, self.model.vocab_size)
         width = max(1, positions // len(ids))
         cache = self.model.new_cache() if end - first > width else None
-        steering, eligible = self.model.steering, self.model.steering.eligible(self.model.vocab_size)
         read = 0
         for start in range(first, end, width):
             stop = min(start + width, end)
@@ -146,7 +145,7 @@ class SteeredTeacher:
                     ids[:, read:stop], attention[:, :stop], None, cache, logits_to_keep=stop - start
                 )
                 where = piece.to(target.device)
-                logits = steering.apply(target[where], added[where], eligible)
+                logits = self.model.steer(target[where], added[where])
                 del target, added
             read = stop
             if len(logits):

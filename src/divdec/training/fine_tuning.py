@@ -193,7 +193,9 @@ def fine_tune(
         if settings.loggers:  # the message names the logger that is unknown or not installed
             raise UsageError(f"loggers {', '.join(settings.loggers)}: {error}") from None
         raise
-    sharded = _is_sharded(trainer)
+    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if (sharded := plugin is not None) and plugin.fsdp_version != 2:  # 1 cannot run the model between training steps
+        raise UsageError("FSDP version 1 is not offered: give `--fsdp_version 2` to accelerate launch")
     trainer.remove_callback(PrinterCallback)
     if resumable and trainer.is_world_process_zero():
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -487,13 +489,6 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
         else:
             shutil.rmtree(folder)
     return max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
-
-
-def _is_sharded(trainer: Trainer) -> bool:
-    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:  # version 1 cannot run the model between training steps
-        raise UsageError("FSDP version 1 is not offered: give `--fsdp_version 2` to accelerate launch")
-    return plugin is not None
 
 
 def _gather_model(trainer: Trainer, config: PreTrainedConfig, settings: TrainingSettings) -> Any:

@@ -282,15 +282,17 @@ def test_single_request_speculates_with_same_output(model, tokenizer, gamma, mon
 
     async def work(engine):
         one_by_one = [await answer(engine, prompt, greedy(16)) for prompt in prompts]
-        steps = engine.scheduler.steps
+        scheduler = engine.scheduler
+        steps, changes = scheduler.steps, (scheduler.positions, scheduler.changed_positions)
         together = await asyncio.gather(*(
             answer(engine, prompt, greedy(16), 0.02 * position)
             for position, prompt in enumerate(prompts)
         ))  # fmt: skip
         sampled = await answer(engine, prompts[0], SamplingParams(max_tokens=16, ignore_eos=True))
-        return one_by_one, together, steps, sampled
+        return one_by_one, together, steps, sampled, changes
 
-    one_by_one, together, steps, sampled = run(model, tokenizer, work, speculation=Speculation(gamma))
+    one_by_one, together, steps, sampled, changes = run(model, tokenizer, work, speculation=Speculation(gamma))
+    assert changes == run(model, tokenizer, work)[-1]  # rejected drafts are not counted
     expected = [alone(model, prompt, 16) for prompt in prompts]
     for result in (one_by_one, together):
         for prompt, outputs, answered in zip(prompts, result, expected, strict=True):

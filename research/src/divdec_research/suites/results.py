@@ -78,6 +78,7 @@ def find_results(path: str | Path) -> list[Path]:
 
 _STEERING = re.compile(
     r"(?P<rule>linear|rank):(?P<value>-?\d+(?:\.\d+)?)(?::(?P<margin>\d[\d.]*))?(?::(?P<fill>soft|hard|full))?"
+    r"(?: and takedowns)?"
 )
 # '1B-alpha-1.5' and '1B-topk-20' are folders of the paper's code, 'linear-1.5' and 'rank-20-soft' ours.
 _FOLDER = re.compile(
