@@ -54,7 +54,7 @@ def cached(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_takedown(cached, capsys, monkeypatch):
     example = script("takedown")
-    monkeypatch.setattr(example, "LONGEST", 8)
+    monkeypatch.setattr(example, "MAX_CONTINUATION", 8)
     found = example.main(["--output", str(cached)], brief(example.RECIPE), published=3, kept=2)
     told = capsys.readouterr().out
     assert "$ divdec takedown add takedowns --id case-17" in told

@@ -124,10 +124,10 @@ def test_family_trains_answers_is_served_and_follows_takedowns(name, commands):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("file", REAL)
 def test_real_tokenizers_and_configurations(file, commands):
-    """GGUF files of `make real-models`, in the folder that DIVDEC_REAL_MODELS names. Minutes for 262,144 tokens."""
-    gguf = Path(os.environ.get("DIVDEC_REAL_MODELS", "real-models")).expanduser() / f"{file}.gguf"
+    """GGUF files of `make real-models`, in the folder that DIVDEC_MODELS names. Minutes for 262,144 tokens."""
+    gguf = Path(os.environ.get("DIVDEC_MODELS", "real-models")).expanduser() / f"{file}.gguf"
     if not gguf.is_file():
-        pytest.skip(f"{gguf} is not at hand: make real-models, and set DIVDEC_REAL_MODELS to its folder")
+        pytest.skip(f"{gguf} is not at hand: make real-models, and set DIVDEC_MODELS to its folder")
     for seed, part in enumerate(("target", "base")):
         write_real_checkpoint(gguf, commands.folder / part, seed)
     go_through(commands)
@@ -137,12 +137,12 @@ def test_real_tokenizers_and_configurations(file, commands):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_real_vocabularies_and_templates(name, commands):
-    """The folder `models` of llama.cpp, as the folder llama.cpp in the one that DIVDEC_REAL_MODELS names."""
-    folder = Path(os.environ.get("DIVDEC_REAL_MODELS", "real-models")).expanduser() / "llama.cpp"
+    """The folder `models` of llama.cpp, as the folder llama.cpp in the one that DIVDEC_MODELS names."""
+    folder = Path(os.environ.get("DIVDEC_MODELS", "real-models")).expanduser() / "llama.cpp"
     vocabulary, template = VOCABULARIES[name]
     gguf = folder / f"ggml-vocab-{vocabulary}.gguf"
     if not gguf.is_file():
-        pytest.skip(f"{gguf} is not at hand: copy llama.cpp's folder `models`, and set DIVDEC_REAL_MODELS")
+        pytest.skip(f"{gguf} is not at hand: copy llama.cpp's folder `models`, and set DIVDEC_MODELS")
     text = FAMILIES[name].tokenizer["template"]
     if template is not None:
         text = (folder / "templates" / f"{template}.jinja").read_text()

@@ -289,7 +289,8 @@ class Load:
         )  # fmt: skip
         path = self.chance.choice(["/v1/completions", "/v1/chat/completions"])
         await self.refuse(400, None, "POST", path, content=content, headers=JSON)
-        await self.refuse(415, None, "POST", path, content=content, headers={"Content-Type": "text/plain"})
+        kind = 415 if content else 400
+        await self.refuse(kind, None, "POST", path, content=content, headers={"Content-Type": "text/plain"})
 
     async def oversized(self):
         body = json.dumps({"prompt": "a" * 2 * MAX_BYTES}).encode()

@@ -167,7 +167,10 @@ async def kill_and_restart(bundle, folder, texts, tally):
     _, tokenizer = load(bundle)
     registry = Registry.create(folder / "registry", texts_of("kept", texts[:50]), bundle.parent / "target", order=3)
     taken = sorted(texts, key=len)[-3:]
-    following, options = load(bundle, registry=folder / "registry")[0], ("--registry", folder / "registry")
+    following, options = (
+        load(bundle, registry=folder / "registry")[0],
+        ("--registry", folder / "registry", "--logprobs", "full"),
+    )
     probes = [tokenizer(text).input_ids[:60] for text in taken]
 
     def compare(url, when):

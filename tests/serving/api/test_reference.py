@@ -217,8 +217,9 @@ def check_answer(url, path, bundle, body, result):
         assert result["usage"]["completion_tokens"] == generated
     if not reported and (request.temperature == 0 or request.seed is not None):
         # The same request with log-probabilities has the same answer, which is then looked up.
-        more = {**body, "logprobs": True if chat else 0, "stream": False, "return_tokens_as_token_ids": True}
-        status, again = send(url + path, {name: value for name, value in more.items() if name != "stream_options"})
+        more = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        more |= {"logprobs": True if chat else 0, "return_tokens_as_token_ids": True}
+        status, again = send(url + path, more)
         assert status == 200
         check_answer(url, path, bundle, more, again)
         if not (request.temperature == 0 and near_tie(bundle, request, prompts, again, chat)):
