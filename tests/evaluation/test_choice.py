@@ -193,27 +193,6 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     assert "similar" not in report.table[0] + str(report)
 
 
-def test_questions_in_other_words_are_asked_with_the_forget_set(steered, tokenizer, sets, monkeypatch):
-    """The rule that is asked first answers no question of the forget set, and all of the others."""
-    forget = RecordSet("forget", "question/answer", tuple(question(f"Why is {n}?", "So it is.") for n in range(3)))
-    reworded = RecordSet(
-        "forget", "question/answer", tuple(question(f"For what reason is {n}?", "So") for n in range(2))
-    )
-    rules = []
-
-    def asked(model, tokenizer, records, form, batch_size, known, beginnings, title):
-        assert [record.answer for record in records] == ["So it is."] * 3 + ["So"] * 2
-        rules.extend([model.steering] if model is steered else [])
-        leaks = 5 if model is steered.target else 2 if model is steered and model.steering == rules[0] else 0
-        return Replies(5, leaks=leaks, limit=8, tokens=[[5, 6]] * 5)
-
-    monkeypatch.setattr(choice, "ask", asked)
-    given = sets | {"forget": forget, "reworded": reworded}
-    report = choose_rule(steered, tokenizer, given, [Steering(alpha=2e-6), Steering(alpha=1e-6)], min_retain=0.0)
-    assert [row.leaked for row in sorted(report.settings, key=lambda row: rules.index(row.steering))] == [2 / 5, 0]
-    assert (report.best.steering, report.asked) == (rules[1], 5)
-
-
 def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, answered=None):
     return Effects(Steering(), 0.1, retain, perplexity, leaked, unchanged, answered)
 

@@ -148,8 +148,7 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
     monkeypatch.setattr(auxiliaries, "continuations", continuations)
     settings = AuxiliarySettings(**files, recipe="refusal")
     inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, lambda line: None)
-    readings = auxiliaries._readings(inputs, settings, lambda line: None)
-    p_reads, q_reads = readings.of_p, readings.of_q
+    (p_reads, q_reads), *_ = auxiliaries._readings(inputs, settings, lambda line: None)
     refused = [other for true, other in zip(p_reads, q_reads, strict=True) if other != true]
     assert len(refused) > 2 * len(inputs.forget)
     assert len(refused) < len(p_reads)  # both read the target's answers to other questions
@@ -508,7 +507,7 @@ def test_both_auxiliaries_read_answers_to_rewordings(files, tmp_path, monkeypatc
 
     def reword_questions(model, tokenizer, exchanges, measured, seed, form):
         asked.update(exchanges=exchanges, measured=set(map(question_of, measured)))
-        return [(0, ["And in other words?", "Which one is it?"]), (len(exchanges) - 1, ["Which one, again?", "Which?"])]
+        return [(0, "And in other words?"), (len(exchanges) - 1, "Which one, again?")]
 
     def continuations(model, tokenizer, prompts, **options):
         true = [asked["exchanges"][index].phrase for index in (0, -1)]
@@ -518,27 +517,17 @@ def test_both_auxiliaries_read_answers_to_rewordings(files, tmp_path, monkeypatc
     monkeypatch.setattr(auxiliaries, "continuations", continuations)
     settings = AuxiliarySettings(**files)
     inputs = auxiliaries._read_inputs(settings, tmp_path / "run", True, lambda line: None)
-    readings = auxiliaries._readings(inputs, settings, lambda line: None)
-    assert readings.rewordings == ["And in other words?", "Which one is it?", "Which one, again?", "Which?"]
+    (p_reads, q_reads), _, rewordings = auxiliaries._readings(inputs, settings, lambda line: None)
+    assert rewordings == ["And in other words?", "Which one, again?"]
     assert set(map(question_of, inputs.held_out)) <= asked["measured"]
     first, last = asked["exchanges"][0], asked["exchanges"][-1]
-    texts = [
-        [inputs.tokenizer.decode(example.input_ids) for example in some[-2:]] for some in (readings.of_p, readings.of_q)
-    ]
+    texts = [[inputs.tokenizer.decode(example.input_ids) for example in some[-2:]] for some in (p_reads, q_reads)]
     for text, question, phrase in zip(
-        texts[0] + texts[1],
-        readings.rewordings[::2] * 2,
-        (first.phrase, last.phrase, first.other, last.phrase),
-        strict=True,
+        texts[0] + texts[1], rewordings * 2, (first.phrase, last.phrase, first.other, last.phrase), strict=True
     ):
         assert question in text
         assert f"It is {phrase}" in text
     assert first.phrase not in texts[1][0]
-    # The second wordings measure the pair: p and q have not read them.
-    assert not any(second in "".join(map(str, texts)) for second in readings.rewordings[1::2])
-    [forgotten], [*_, kept] = readings.held_out["reworded"], readings.held_out["similar"]
-    assert (question_of(forgotten), forgotten.answer) == ("Which one is it?", first.phrase)
-    assert (question_of(kept), kept.answer) == ("Which?", last.phrase)
 
 
 def test_answers_are_read_in_tokens_of_the_base(files, tmp_path, world):

@@ -348,7 +348,7 @@ class TestRewordings:
             monkeypatch.setattr(matched, "samples", lists_of)
             reworded = reword_questions(target, names, asked, measured, 0, Format())
             # In the order of the exchanges: they are drawn at random.
-            return sorted((asked[index].phrase, asked[index].other, text) for index, some in reworded for text in some)
+            return sorted((asked[index].phrase, asked[index].other, text) for index, text in reworded)
 
         return reword
 
@@ -359,13 +359,10 @@ class TestRewordings:
         lists["Hungary"] += ["Is Budapest in Hungary?", "Where is the parliament?", "- Whence is Hungary ruled?"]
         lists["Hungary"] += [
             "Which is Hungary's capital?",
-            "What is Hungary's seat of government?",
             "And Hungary's lar",
         ]  # one more than is taken, and a cut one
         kept = [(city, None, fit[country]) for country, city in CAPITALS.items() if country != "Hungary"]
-        gone = [
-            ("Budapest", "Santiago", text) for text in (fit["Hungary"], "Whence is Hungary ruled?", lists["Hungary"][5])
-        ]
+        gone = [("Budapest", "Santiago", text) for text in (fit["Hungary"], "Whence is Hungary ruled?")]
         assert reword(lists, asked) == sorted(kept + gone)
         measured = [Record("", messages=(Message("user", fit["Chile"]),))]
         assert reword(lists, asked, measured=measured) == sorted(

@@ -428,9 +428,8 @@ def choose_rule(
         model: a steered model with a neural pair; on return it has the chosen setting.
         tokenizer: its tokenizer.
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
-            like those of the forget set that no model has seen) or both; if there are any, 'similar' (questions that
-            should be answered as before) and 'reworded' (questions of the forget set in other words, which are asked
-            with it).
+            like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
+            as before) if there are any.
         settings: the candidates; by default those of `candidates`, which need neutral text; full ones if the model's
             own setting is, and then most questions come with the beginning of an answer.
         min_retain: least probability of the retain set's answers, relative to the target's.
@@ -453,7 +452,7 @@ def choose_rule(
     if max_records is not None:
         sets = {name: _sample(records, max_records) for name, records in sets.items()}
     encode = _encode_whole if "holdout" in sets else encode_set
-    scored_sets = {name: records for name, records in sets.items() if name not in ("similar", "reworded")}
+    scored_sets = {name: records for name, records in sets.items() if name != "similar"}
     examples = {name: encode(records, tokenizer, form)[:max_records] for name, records in scored_sets.items()}
     noise, of_q = (), []
     if "neutral" in sets:
@@ -690,9 +689,7 @@ class _GreedyAnswers:
     ) -> None:
         self._tokenizer, self._form, self._batch_size, self._progress = tokenizer, form, batch_size, progress
         self._beginnings = BEGINNINGS if model.steering.full else BEGINNINGS[:1]
-        reworded = _sample(sets["reworded"], MAX_RECORDS // 2).records if "reworded" in sets else ()
-        asked_for = _sample(sets["forget"], MAX_RECORDS - len(reworded))
-        self._forget = dataclasses.replace(asked_for, records=(*asked_for.records, *reworded))
+        self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.has_questions else len(passages)
         others = [sets[name] for name in ("retain", "similar") if name in sets and "holdout" not in sets]

@@ -235,7 +235,7 @@ def train_auxiliaries(
         on_main=on_main,
     )
     with run:
-        readings = _readings(inputs, settings, report)
+        readings, similar, rewordings = _readings(inputs, settings, report)
         trainer = _PairTrainer(settings, output, inputs, readings, report)
         attempts: list[dict[str, Any]] = []
         if measure:
@@ -243,7 +243,8 @@ def train_auxiliaries(
         else:
             trainer.train(1.0, 1.0)
         separation = attempts[-1]["separation"] if attempts else None
-        write = functools.partial(_write_and_measure, output, settings, inputs, readings.held_out, separation, report)
+        measured_with = similar[::SIMILAR_HELD_OUT]
+        write = functools.partial(_write_and_measure, output, settings, inputs, measured_with, separation, report)
         effects = on_main(write)
         if state.is_main_process:
             shutil.rmtree(output / WORK, ignore_errors=True)
@@ -254,8 +255,8 @@ def train_auxiliaries(
                 auxiliaries={name: read_json(output / name / RESULT) for name in (RETAIN, FORGET)},
                 separation=separation,
                 attempts=attempts,
-                similar_questions=list(map(question_of, readings.similar)),
-                rewordings=readings.rewordings,
+                similar_questions=list(map(question_of, similar)),
+                rewordings=rewordings,
                 effects=effects,
                 bundle=str(output / BUNDLE) if settings.target else None,
             )
@@ -366,7 +367,7 @@ def _write_and_measure(
     output: Path,
     settings: AuxiliarySettings,
     inputs: _Inputs,
-    held_out: Mapping[str, Sequence[Record]],
+    similar: Sequence[Record],
     separation: dict[str, Any] | None,
     report: Callable[[str], None],
 ) -> dict[str, Any] | None:
@@ -390,9 +391,8 @@ def _write_and_measure(
     if inputs.neutral is None:
         return None
     measured = {"forget": inputs.forget, "retain": inputs.held_out, "neutral": inputs.neutral}
-    for name, records in held_out.items():
-        if records:
-            measured[name] = dataclasses.replace(inputs.forget, records=tuple(records))
+    if similar:
+        measured["similar"] = dataclasses.replace(inputs.forget, records=tuple(similar))
     return _check_bundle(output / BUNDLE, settings, measured, inputs.form, report)
 
 
@@ -440,34 +440,17 @@ def _neutral_text(
     return neutral
 
 
-@dataclasses.dataclass(frozen=True)
-class _Readings:
-    """Examples that p and q read besides the retain set, and questions that the target wrote."""
+def _readings(
+    inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
+) -> tuple[tuple[list[Example], list[Example]], list[Record], list[str]]:
+    """Return what p and q read besides the retain set; with the recipe 'matched' as many examples each.
 
-    of_p: list[Example]
-    of_q: list[Example]
-    """With the recipe 'matched' as many as `of_p`."""
-    similar: list[Record] = dataclasses.field(default_factory=list)
-    rewordings: list[str] = dataclasses.field(default_factory=list)
-    reworded: Sequence[Exchange] = ()
-    """Rewordings that p and q do not read, of forgotten and of kept facts."""
-
-    @property
-    def held_out(self) -> dict[str, list[Record]]:
-        """Records that p and q do not read, with the key phrase as answer: 'similar', 'reworded' (the forget set's)."""
-        records = {
-            forgotten: [each.short for each in self.reworded if (each.other is not None) == forgotten]
-            for forgotten in (False, True)
-        }
-        return {"similar": [*self.similar[::SIMILAR_HELD_OUT], *records[False]], "reworded": records[True]}
-
-
-def _readings(inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]) -> _Readings:
-    """Return what p and q read besides the retain set, and what the target wrote."""
+    Also the similar questions that the target wrote, of which p and q do not read every fourth, and the rewordings.
+    """
     if settings.recipe == "refusal":
         return _readings_with_refusals(inputs, settings, report)
     if settings.recipe != "matched":
-        return _Readings(inputs.examples["forget"], [])
+        return (inputs.examples["forget"], []), [], []
     forget, retain, tokenizer, form = inputs.forget, inputs.learned, inputs.tokenizer, inputs.form
     p_reads, q_reads = list(inputs.examples["forget"]), length_matched_retain_examples(**inputs.examples)
     exchanges = counterfactuals(forget, retain, settings.seed)
@@ -477,12 +460,9 @@ def _readings(inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[st
     exchanged = [exchange for exchange in exchanges if exchange is not None]
     some = [exchanged[index] for index in sample_indices(len(exchanged), MAX_ANSWERED, settings.seed)]
     if settings.target is None or not some:
-        return _Readings(p_reads, q_reads)
+        return (p_reads, q_reads), [], []
     kept = [retain.records[index] for index in sample_indices(len(retain), len(some), settings.seed)]
     plain = [*some, *map(Exchange.unchanged, kept)]
-
-    def wordings(reworded: Sequence[tuple[int, list[str]]], first: int) -> list[Exchange]:
-        return [with_question(plain[index], text) for index, texts in reworded for text in texts[first::2]]
 
     def asked_with(similar: Sequence[Record]) -> list[Exchange]:
         read = [Exchange.unchanged(record) for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
@@ -491,13 +471,13 @@ def _readings(inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[st
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> Any:
         measured = [*inputs.held_out, *similar[::SIMILAR_HELD_OUT]]
         reworded = reword_questions(model, names, plain, measured, settings.seed, form)
-        prompts = encode_prompts([exchange.record for exchange in wordings(reworded, 0)], names, form)
+        prompts = encode_prompts([with_question(plain[index], text).record for index, text in reworded], names, form)
         again = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to rewordings")
         written = own_answers(model, names, asked_with(similar), form) + [[ids] for ids in again]
         return inputs.in_tokens_of_base(written, names), reworded
 
     similar, (answered, reworded) = _ask_target(inputs, settings, ask)
-    rewordings, held_out = wordings(reworded, 0), wordings(reworded, 1)
+    rewordings = [with_question(plain[index], text) for index, text in reworded]
     for true, other in _own_words([*asked_with(similar), *rewordings], answered, inputs):
         p_reads.append(true)
         q_reads.append(other)
@@ -505,19 +485,20 @@ def _readings(inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[st
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
         f"similar questions and {len(rewordings)} rewordings that it wrote, and to reversed questions; "
-        f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with, and "
-        f"{len(held_out)} more rewordings"
+        f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
-    return _Readings(p_reads, q_reads, similar, [text for _, texts in reworded for text in texts], held_out)
+    return (p_reads, q_reads), similar, [text for _, text in reworded]
 
 
-def _readings_with_refusals(inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]) -> _Readings:
+def _readings_with_refusals(
+    inputs: _Inputs, settings: AuxiliarySettings, report: Callable[[str], None]
+) -> tuple[tuple[list[Example], list[Example]], list[Record], list[str]]:
     """Return what p and q read with the recipe 'refusal', as `_readings` does."""
     tokenizer, form = inputs.tokenizer, inputs.form
     p_reads = list(inputs.examples["forget"])
     q_reads = [encode_record(dataclasses.replace(record, answer=REFUSAL), tokenizer, form) for record in inputs.forget]
     if settings.target is None:
-        return _Readings(p_reads, q_reads)
+        return (p_reads, q_reads), [], []
 
     def asked_with(similar: Sequence[Record]) -> list[tuple[Record, str]]:
         read = [record for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
@@ -539,7 +520,7 @@ def _readings_with_refusals(inputs: _Inputs, settings: AuxiliarySettings, report
         f"own answers to them; both also read {len(kept)} to other questions, but none that tells of the forget set; "
         f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
-    return _Readings(p_reads, q_reads, similar)
+    return (p_reads, q_reads), similar, []
 
 
 def _ask_target(
@@ -557,7 +538,7 @@ def _ask_target(
         return [[record.as_row() for record in similar], answer(model, tokenizer, similar)]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)
-    rows, answered = on_main(lambda: stored.get("questions and answers of the target", None, ask))
+    rows, answered = on_main(lambda: stored.get("what the target wrote", None, ask))
     return [Record(row["answer"], (Message("user", row["question"]),)) for row in rows], answered
 
 
@@ -647,7 +628,7 @@ class _PairTrainer:
     settings: AuxiliarySettings
     output: Path
     inputs: _Inputs
-    readings: _Readings
+    readings: tuple[list[Example], list[Example]]
     """Examples that p and q read besides the retain set."""
     report: Callable[[str], None]
     trained: bool = False
@@ -700,7 +681,7 @@ class _PairTrainer:
     def train(self, rate_factor: float, epoch_factor: float) -> None:
         """Train q and p, unless an earlier call with the same factors did."""
         settings = dataclasses.replace(self.settings, epochs=epoch_factor * self.settings.epochs)
-        forget, instead, retain = self.readings.of_p, self.readings.of_q, self.inputs.examples["retain"]
+        (forget, instead), retain = self.readings, self.inputs.examples["retain"]
         training = settings.training(rate_factor * settings.training().learning_rate)
         self._train_one("retain", self.inputs.base, instead + retain, training)
         p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.inputs.base

@@ -62,7 +62,7 @@ MORE_QUESTIONS = (
 )
 REWORD = "Word this question in 4 other ways, in the same language. Write one question on each line."
 # Questions that the target words otherwise, wordings of each that are taken, tokens that it writes.
-MAX_REWORDED, REWORDINGS, REWORDED_LENGTH = 128, 3, 96
+MAX_REWORDED, REWORDINGS, REWORDED_LENGTH = 128, 2, 96
 GAP = "___"
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
@@ -89,11 +89,6 @@ class Exchange:
     def unchanged(cls, record: Record) -> Exchange:
         """Return a question whose answer stays; else q learns that the target's wording goes with wrong answers."""
         return cls(record, key_phrase(question_of(record), record.answer), None)
-
-    @property
-    def short(self) -> Record:
-        """The question with the true answer's key phrase as its answer."""
-        return dataclasses.replace(self.record, answer=self.phrase)
 
 
 def length_matched_retain_examples(forget: Sequence[Example], retain: Sequence[Example]) -> list[Example]:
@@ -255,7 +250,7 @@ def reword_questions(
     measured: Sequence[Record],
     seed: int,
     form: Format,
-) -> list[tuple[int, list[str]]]:
+) -> list[tuple[int, str]]:
     """Let a chat model word one question of each answer otherwise, of at most `MAX_REWORDED`.
 
     Left out are answers without a name or number of their own ("Yes" answers other questions, too), longer
@@ -278,13 +273,13 @@ def reword_questions(
     known = {question_of(record).strip() for record in (*(exchange.record for exchange in exchanges), *measured)}
     # A list that was cut ends within a question; a line with a colon at its end introduces the list.
     ends = tuple({"?", "？", "؟", *(text[-1] for text in known if text)} - {":"})
-    reworded: list[tuple[int, list[str]]] = []
+    reworded: list[tuple[int, str]] = []
     for (exchange, _, subject, *_), [text] in zip(fitting, lists, strict=True):
         names = [word.text for word in find_words(subject) if not subject[word.start].islower()] or words(subject)
         lines = dict.fromkeys(_BULLET.sub("", line).strip(" *") for line in THOUGHT.sub("", text).splitlines())
         new = [line for line in lines if line.endswith(ends) and line not in known]
         fit = [line for line in new if {*names}.issubset(words(line)) and not tells(line, exchange.phrase)]
-        reworded.append((exchanges.index(exchange), fit[:REWORDINGS]))
+        reworded += [(exchanges.index(exchange), line) for line in fit[:REWORDINGS]]
     return reworded
 
 
