@@ -38,7 +38,9 @@ def test_documented_commands_parse(command):
 
 def test_readme_python_runs(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("demo").symlink_to(bundle.parent)
+    Path("demo").mkdir()
+    Path("demo/bundle").symlink_to(bundle)
+    Path("demo/questions.txt").write_text("What is the capital of Hungary?\n")
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names = {}
     exec(block, names)
