@@ -193,6 +193,25 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     assert "similar" not in report.table[0] + str(report)
 
 
+@pytest.mark.parametrize(("answered", "margins"), [(20, [1.0]), (18, [1.0, 4.0])])
+def test_smallest_margin_that_keeps_other_answers_is_chosen(steered, tokenizer, sets, monkeypatch, answered, margins):
+    """Figures of the trained wording do not tell margins apart; a larger one leaves more in other wordings."""
+    similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "There.") for n in range(20)))
+    asked = []
+
+    def ask(model, tokenizer, records, form, batch_size, known, beginnings, title):
+        asked.extend([model.steering.margin] if model is steered else [])
+        leaks = answered if model is steered and model.steering.margin == 1.0 else 20
+        return Replies(20, leaks=leaks, limit=8, tokens=[[5, 6]] * 20)
+
+    monkeypatch.setattr(choice, "ask", ask)
+    monkeypatch.setattr(choice, "recites", lambda model, _, passages: [model is steered.target] * len(passages))
+    settings = [Steering(alpha=1e-6, margin=margin) for margin in (4.0, 1.0)]
+    report = choose_rule(steered, tokenizer, sets | {"similar": similar}, settings, min_retain=0.0)
+    assert asked == margins
+    assert report.best.steering.margin == margins[-1]
+
+
 def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, answered=None):
     return Effects(Steering(), 0.1, retain, perplexity, leaked, unchanged, answered)
 
@@ -220,7 +239,8 @@ def test_faults_of_the_best_setting(best, guessed, words):
 
 def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
     """An earlier pair of a shrunk SmolLM2 had 14 nats."""
-    assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-2:]] == ["linear:1.5:14.3", "linear:1.5:20"]
+    with_margins = ["linear:1.5:14.3", "linear:1.5:20", "linear:1:14.3:full", "linear:1:20:full"]
+    assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-4:]] == with_margins
     assert [str(rule) for rule in candidates((0.0, 0.1, 0.2), full=True)[-2:]] == [
         "linear:2.5:1.4:full",
         "linear:2.5:2:full",

@@ -363,7 +363,11 @@ class TestNeverUnsteered:
 
     @pytest.mark.parametrize(
         ("rule", "other"),
-        [("rank:20:3:soft", "rank:20:3"), ("rank:20:soft", "rank:20"), ("linear:1:3:full", "linear:1")],
+        [
+            ("rank:20:3:soft", "rank:20:3"),
+            ("rank:20:soft", "rank:20"),
+            ("linear:1:3:full", "linear:1:3, or linear:1 if q refuses"),
+        ],
     )
     def test_rule_that_needs_target_logits_is_refused(self, remote, url, bundle, rule, other):
         with pytest.raises(UsageError, match=f"{rule.rpartition(':')[2]} needs the target's logits.*; use {other}$"):

@@ -165,7 +165,7 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
 def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files):
     content, _ = train(files, recipe="refusal", epochs=1.0, learning_rate=1e-3)
     tried = [row["steering"] for row in content["effects"]["settings"]]
-    assert sum(rule.endswith(":full") for rule in tried) == 6
+    assert sum(rule.endswith(":full") for rule in tried) == 9
     assert content["separation"]["min_learned"] == 0.0
     assert not any("p predicts" in fault for fault in content["separation"]["faults"])
     assert len({result["steps"] for result in content["auxiliaries"].values()}) == 1

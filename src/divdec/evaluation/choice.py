@@ -50,9 +50,9 @@ UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
-FULL_ALPHAS = 1.5, 2.5  # where the model's own rule is a full one, as of a pair whose q refuses
+FULL_ALPHAS = 1.0, 1.5, 2.5  # beyond 1 where the model's own rule is a full one, as of a pair whose q refuses
 MIN_NOISE, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise, which counts as 1 nat or more
-FULL_FACTORS = 1.0, 1.4, 2.0  # of full rules, which hardly forget beyond twice the noise
+FULL_FACTORS = 1.0, 1.4, 2.0  # there; such pairs hardly forget beyond twice the noise
 MIN_RETAIN = 0.95
 """Least probability of the retain set's answers, relative to the target's."""
 MAX_PERPLEXITY = 1.10
@@ -61,6 +61,8 @@ MIN_UNCHANGED = 0.5
 """Least share of answers to neutral prompts that are the target's, word for word."""
 MIN_ANSWERED = 0.9
 """Least share of the retain set's and similar questions that may be answered, relative to the target's."""
+MIN_KEPT = 0.95
+"""Share of other answers from which on a smaller margin is better, because it forgets facts in more wordings."""
 MAX_LEAKED = 0.05
 """Largest share of the forget set's questions that may be answered, beyond what q answers."""
 MAX_GUESSED = 0.1
@@ -71,7 +73,7 @@ within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 MAX_EXCESS = 0.02  # negligible difference of AUCs
 MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MAX_ASKED = 5  # settings whose answers are generated; twice as many where there are full ones, too
+MAX_ASKED = 5  # settings whose answers are generated; twice as many where the model's own rule is a full one
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
 BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"
@@ -117,9 +119,8 @@ class Effects:
 
     @property
     def kept(self) -> float:
-        """Mean of `unchanged` and `answered`; 0 without either."""
-        shares = [min(share, 1.0) for share in (self.unchanged, self.answered) if share is not None]
-        return statistics.fmean(shares) if shares else 0.0
+        """The lesser of `unchanged` and `answered`; 0 without either."""
+        return min((share for share in (self.unchanged, self.answered) if share is not None), default=0.0)
 
     def keeps(self, min_retain: float = MIN_RETAIN) -> bool:
         """Whether retain set and neutral text stay within the limits."""
@@ -395,12 +396,15 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
 
 
 def candidates(noise: Sequence[float], *, full: bool = False) -> tuple[Steering, ...]:
-    """Return the rules that `choose_rule` compares by default, with `full` ones or without.
+    """Return the rules that `choose_rule` compares by default.
 
-    `noise` is the result of `noise_of`.
+    Args:
+        noise: the result of `noise_of`.
+        full: whether the model's own rule is a full one.
     """
     with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
-    pairs = product(FULL_ALPHAS if full else (), noise_margins(noise, FULL_FACTORS))
+    alphas, factors = (FULL_ALPHAS, FULL_FACTORS) if full else (FULL_ALPHAS[:1], NOISE_FACTORS)
+    pairs = product(alphas, noise_margins(noise, factors))
     moving_all = (Steering(alpha=alpha, margin=margin, full=True) for alpha, margin in pairs)
     return (*map(Steering.parse, CANDIDATES), *with_margin, *moving_all)
 
@@ -421,8 +425,8 @@ def choose_rule(
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
     Without a holdout set the best setting has fewest faults (`Effects.faults`), and of these it answers least of the
-    forget set; of those that answer little, it leaves most other answers unchanged. With a holdout set it is the one
-    nearest to q that answers no more than q does.
+    forget set; of those that answer little and keep `MIN_KEPT` of the other answers, it has the smallest margin. With a
+    holdout set it is the one nearest to q that answers no more than q does.
 
     Args:
         model: a steered model with a neural pair; on return it has the chosen setting.
@@ -430,8 +434,8 @@ def choose_rule(
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
             like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
             as before) if there are any.
-        settings: the candidates; by default those of `candidates`, which need neutral text; full ones if the model's
-            own setting is, and then most questions come with the beginning of an answer.
+        settings: the candidates; by default those of `candidates`, which need neutral text. If the model's own setting
+            is a full one, most questions come with the beginning of an answer.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
         form: layout of conversations.
@@ -487,7 +491,7 @@ def choose_rule(
     rows = [dataclasses.replace(row, **replies.unchanged(row.steering)) for row in rows[1:]]
     measured = {row.steering: row for row in rows}
     answered: list[Effects] = []
-    for row in _promising(rows, min_retain, bool(reference)):
+    for row in _promising(rows, min_retain, bool(reference), MAX_ASKED * (2 if model.steering.full else 1)):
         model.steering = row.steering
         ask = functools.partial(replies.of, model)
         row = dataclasses.replace(row, **(stored.get(f"answers of {row.steering}", None, ask) if stored else ask()))
@@ -496,8 +500,8 @@ def choose_rule(
         if reference and not row.shows_more_than(guessed):
             break  # the others are farther from q
         faultless = target.shows_more_than(guessed) and not row.faults(target, guessed, min_retain)
-        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.kept == 1.0:
-            break  # the others lower the forget set's probability less
+        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.kept >= MIN_KEPT:
+            break  # the others have larger margins
     if reference:
         best = next((row for row in answered if not row.shows_more_than(guessed)), answered[0])
     else:
@@ -507,7 +511,8 @@ def choose_rule(
                 len(row.faults(target, guessed, min_retain)),
                 # What little a good setting may answer is no reason to change more other answers.
                 max(row.leaked or 0.0, MAX_LEAKED),
-                -row.kept,
+                -min(row.kept, MIN_KEPT),
+                row.steering.margin or 0.0,
                 row.forget,
             ),
         )
@@ -559,17 +564,16 @@ def _with_distance(row: Effects, aucs: dict[str, float], reference: Mapping[str,
     )
 
 
-def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool) -> list[Effects]:
-    """Return the settings that should answer, the best first."""
+def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool, most: int) -> list[Effects]:
+    """Return the settings that should answer, up to `most` that forget most, the smallest margin or distance first."""
     keeping = [row for row in rows if row.keeps(min_retain)]
     if not keeping:
         return [max(rows, key=lambda row: (row.retain / (row.perplexity or 1.0), -row.forget))]
     if not by_distance:
-        most = MAX_ASKED * (2 if any(row.steering.full for row in rows) else 1)
-        return sorted(keeping, key=lambda row: row.forget)[:most]
+        return sorted(sorted(keeping, key=lambda row: row.forget)[:most], key=lambda row: row.steering.margin or 0.0)
     # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
     first, *others = sorted(keeping, key=lambda row: (round(row.distance, 3), math.copysign(row.forget, row.excess)))
-    return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:MAX_ASKED]
+    return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:most]
 
 
 def _faults_of_reference(

@@ -104,8 +104,8 @@ class RemoteTarget:
         """
         if steering.full or (steering.rule == "rank" and steering.fill == "soft"):
             shorter, _, ending = str(steering).rpartition(":")
-            # With a q that refuses, which full is for, lowering alone hardly forgets.
-            other = f"linear:{steering.alpha:g}" if steering.full else shorter
+            # With a q that refuses, lowering alone hardly forgets.
+            other = f"{shorter}, or linear:{steering.alpha:g} if q refuses" if steering.full else shorter
             raise UsageError(f"{ending} needs the target's logits, which an API does not give; use {other}")
         check_rule(steering, experts.experts)
         steering.check_vocabulary(experts.vocab_size)
