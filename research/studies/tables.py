@@ -58,7 +58,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         "| facts forgotten | " + ANSWERS_HEAD,
         [
             (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1.5:4.1"),
-            (FORGOTTEN + "symbols of chemical elements | " + ANSWERS, *SYMBOLS, "linear:1.5:1.1"),
+            (FORGOTTEN + "symbols of chemical elements | " + ANSWERS, *SYMBOLS, "linear:1:1:full"),
             (FORGOTTEN + "authors of books | " + ANSWERS, *AUTHORS, "linear:1.5:4"),
         ],
     ),
@@ -75,7 +75,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         "| | rule | " + ANSWERS_HEAD,
         [
             ("| symbols of elements: target | | " + ANSWERS, *SYMBOLS, "target"),
-            (SPLIT + ANSWERS, *SYMBOLS, "linear:1.5:1.1"),
+            (SPLIT + ANSWERS, *SYMBOLS, "linear:1:1:full"),
             ("| authors of books: target | | " + ANSWERS, *AUTHORS, "target"),
             (SPLIT + ANSWERS, *AUTHORS, "linear:1.5:4"),
         ],
