@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from divdec.runs import ResultCache
 
 UNSTEERED = Steering("linear", alpha=0.0)
-CANDIDATES = ("linear:0.5", "linear:1", "linear:1.5", "rank:20", "rank:5:3", "rank:20:3", "rank:50:3")
+CANDIDATES = ("linear:1", "linear:1.5", "rank:20", "rank:20:3", "rank:50:3")
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
 FULL_ALPHAS = 1.0, 1.5, 2.5  # beyond 1 where the model's own rule is a full one, as of a pair whose q refuses
