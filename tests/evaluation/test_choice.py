@@ -127,11 +127,17 @@ def test_conversations_are_asked_as_questions_are(steered, tokenizer, sets, worl
     assert one.to_dict() == other.to_dict()
 
 
-@pytest.mark.parametrize(("rule", "begun"), [("linear:1:1", 0), ("linear:1:1:full", 3)])
+@pytest.mark.parametrize(
+    ("rule", "refuses", "begun"),
+    [("linear:1.5:2", None, 0), ("linear:1:1:full", None, 0), ("linear:1.5:2:full", None, 3), ("rank:5", True, 3)],
+)
 def test_a_pair_whose_q_refuses_is_asked_after_beginnings_of_an_answer(
-    steered, tokenizer, sets, world, monkeypatch, rule, begun
+    steered, tokenizer, sets, world, monkeypatch, rule, refuses, begun
 ):
-    """Prompts of others hold them, and a q that refuses everything after "Answer:" shows it there alone."""
+    """Prompts of others hold them, and a q that refuses everything after "Answer:" shows it there alone.
+
+    `train` writes linear:1:1:full also for other pairs, which have not read such prompts.
+    """
     asked = {
         name: record_set(name, [("", {"question": one.question, "answer": one.answer}) for one in some[:4]])
         for name, some in (("forget", world.forget), ("retain", world.retain))
@@ -144,7 +150,7 @@ def test_a_pair_whose_q_refuses_is_asked_after_beginnings_of_an_answer(
     )
     model = copy.copy(steered)
     model.steering = Steering.parse(rule)
-    choose_rule(model, tokenizer, sets | asked, [Steering.parse(rule)])
+    choose_rule(model, tokenizer, sets | asked, [Steering.parse(rule)], refuses=refuses)
     questions = [ids for ids in prompts if len(ids) == 4]
     assert len(questions) >= 4  # both sets, by the target and by the steered model
     for ids in questions:
@@ -241,7 +247,7 @@ def test_noise_of_a_bad_pair_gives_rules_that_are_accepted():
     """An earlier pair of a shrunk SmolLM2 had 14 nats."""
     with_margins = ["linear:1.5:14.3", "linear:1.5:20", "linear:1:14.3:full", "linear:1:20:full"]
     assert [str(rule) for rule in candidates((2.0, 6.0, 14.3))[-4:]] == with_margins
-    assert [str(rule) for rule in candidates((0.0, 0.1, 0.2), full=True)[-2:]] == [
+    assert [str(rule) for rule in candidates((0.0, 0.1, 0.2), refuses=True)[-2:]] == [
         "linear:2.5:1.4:full",
         "linear:2.5:2:full",
     ]

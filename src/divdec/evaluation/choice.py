@@ -50,7 +50,7 @@ UNSTEERED = Steering("linear", alpha=0.0)
 CANDIDATES = ("linear:1", "linear:1.5", "rank:20", "rank:20:3", "rank:50:3")
 NOISE_LEVELS = (0.5, 0.9, 0.99)
 MARGIN_ALPHA = 1.5
-FULL_ALPHAS = 1.0, 1.5, 2.5  # beyond 1 where the model's own rule is a full one, as of a pair whose q refuses
+FULL_ALPHAS = 1.0, 1.5, 2.5  # beyond 1 where q refuses
 MIN_NOISE, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise, which counts as 1 nat or more
 FULL_FACTORS = 1.0, 1.4, 2.0  # there; such pairs hardly forget beyond twice the noise
 MIN_RETAIN = 0.95
@@ -73,7 +73,7 @@ within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 MAX_EXCESS = 0.02  # negligible difference of AUCs
 MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MAX_ASKED = 5  # settings whose answers are generated; twice as many where the model's own rule is a full one
+MAX_ASKED = 5  # settings whose answers are generated; twice as many where q refuses
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
 BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"
@@ -395,15 +395,15 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
     return tuple(np.quantile(np.abs(of_q - of_p), NOISE_LEVELS).tolist())
 
 
-def candidates(noise: Sequence[float], *, full: bool = False) -> tuple[Steering, ...]:
+def candidates(noise: Sequence[float], *, refuses: bool = False) -> tuple[Steering, ...]:
     """Return the rules that `choose_rule` compares by default.
 
     Args:
         noise: the result of `noise_of`.
-        full: whether the model's own rule is a full one.
+        refuses: see `choose_rule`.
     """
     with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
-    alphas, factors = (FULL_ALPHAS, FULL_FACTORS) if full else (FULL_ALPHAS[:1], NOISE_FACTORS)
+    alphas, factors = (FULL_ALPHAS, FULL_FACTORS) if refuses else (FULL_ALPHAS[:1], NOISE_FACTORS)
     pairs = product(alphas, noise_margins(noise, factors))
     moving_all = (Steering(alpha=alpha, margin=margin, full=True) for alpha, margin in pairs)
     return (*map(Steering.parse, CANDIDATES), *with_margin, *moving_all)
@@ -417,6 +417,7 @@ def choose_rule(
     *,
     min_retain: float = MIN_RETAIN,
     max_records: int | None = MAX_RECORDS,
+    refuses: bool | None = None,
     form: Format = Format(),  # noqa: B008
     batch_size: int = 32,
     progress: bool = False,
@@ -434,10 +435,11 @@ def choose_rule(
         sets: 'forget', 'retain' (records that the auxiliaries were not trained on), and 'neutral' or 'holdout' (records
             like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
             as before) if there are any.
-        settings: the candidates; by default those of `candidates`, which need neutral text. If the model's own setting
-            is a full one, most questions come with the beginning of an answer.
+        settings: the candidates; by default those of `candidates`, which need neutral text.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
+        refuses: whether q refuses (`--recipe refusal`); most questions then come with the beginning of an answer. By
+            default if the model's own setting is a full one with α above 1, which other pairs do not get.
         form: layout of conversations.
         batch_size: sequences in a pass.
         progress: show progress bars.
@@ -464,8 +466,10 @@ def choose_rule(
         title = "noise of the pair" if progress else None
         of_q, of_p = (score(auxiliary, texts, batch_size=batch_size, title=title) for auxiliary in (q, p))
         noise = noise_of(of_q, of_p)
+    if refuses is None:
+        refuses = model.steering.full and model.steering.alpha > FULL_ALPHAS[0]
     if settings is None:
-        rules = candidates(noise, full=model.steering.full)
+        rules = candidates(noise, refuses=refuses)
         settings = [dataclasses.replace(rule, vocabulary=model.steering.vocabulary) for rule in rules]
     settings = [UNSTEERED, *settings]
     if len(settings) == 1:
@@ -485,13 +489,13 @@ def choose_rule(
         aucs = [_aucs(some, texts) for some in by_setting]
         rows = [_with_distance(row, setting_aucs, reference) for row, setting_aucs in zip(rows, aucs, strict=True)]
 
-    replies = _GreedyAnswers(model, tokenizer, sets, settings[1:], form, batch_size, progress)
+    replies = _GreedyAnswers(model, tokenizer, sets, settings[1:], form, batch_size, progress, refuses)
     target = dataclasses.replace(rows[0], **replies.of_target)
     guessed = replies.leaked(q, q_tokenizer, "q")["leaked"]
     rows = [dataclasses.replace(row, **replies.unchanged(row.steering)) for row in rows[1:]]
     measured = {row.steering: row for row in rows}
     answered: list[Effects] = []
-    for row in _promising(rows, min_retain, bool(reference), MAX_ASKED * (2 if model.steering.full else 1)):
+    for row in _promising(rows, min_retain, bool(reference), MAX_ASKED * (2 if refuses else 1)):
         model.steering = row.steering
         ask = functools.partial(replies.of, model)
         row = dataclasses.replace(row, **(stored.get(f"answers of {row.steering}", None, ask) if stored else ask()))
@@ -690,9 +694,10 @@ class _GreedyAnswers:
         form: Format,
         batch_size: int,
         progress: bool,
+        refuses: bool,
     ) -> None:
         self._tokenizer, self._form, self._batch_size, self._progress = tokenizer, form, batch_size, progress
-        self._beginnings = BEGINNINGS if model.steering.full else BEGINNINGS[:1]
+        self._beginnings = BEGINNINGS if refuses else BEGINNINGS[:1]
         self._forget = _sample(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.has_questions else len(passages)

@@ -567,7 +567,10 @@ def _check_bundle(
     try:
         model = DivergenceForCausalLM.from_pretrained(bundle, dtype=dtype_for_passes()).to(device)
         stored = ResultCache(Path(settings.output).expanduser() / WORK)
-        measured = choose_rule(model, tokenizer, sets, candidates, form=form, progress=True, stored=stored)
+        measured = choose_rule(
+            model, tokenizer, sets, candidates, refuses=settings.recipe == "refusal", form=form, progress=True,
+            stored=stored,
+        )  # fmt: skip
     except torch.OutOfMemoryError:
         raise UsageError(
             f"target and auxiliaries do not fit on {device} together, so the bundle {bundle} is not measured; measure "

@@ -38,16 +38,7 @@ from divdec.model.bundle import distilled_card
 from divdec.model.loading import bundle_identity, find_bundle, read_config
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
-from divdec.runs import (
-    RECORD,
-    RunFolder,
-    check_output,
-    made_by,
-    output_folder,
-    record,
-    write_json,
-    write_text,
-)
+from divdec.runs import RECORD, RunFolder, check_output, made_by, output_folder, record, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.auxiliaries import load_for_training
 from divdec.training.distillation_loss import (
