@@ -218,6 +218,24 @@ def test_smallest_margin_that_keeps_other_answers_is_chosen(steered, tokenizer, 
     assert report.best.steering.margin == margins[-1]
 
 
+def test_other_settings_are_asked_where_none_of_the_most_forgetful_is_good(steered, tokenizer, sets, monkeypatch):
+    """Three forms of one margin may all damage answers; a milder rule keeps them."""
+    similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "There.") for n in range(20)))
+    asked = []
+
+    def ask(model, tokenizer, records, form, batch_size, known, beginnings, title):
+        asked.extend([model.steering.margin] if model is steered else [])
+        return Replies(20, leaks=17 if model is steered and len(asked) <= 5 else 20, limit=8, tokens=[[5, 6]] * 20)
+
+    monkeypatch.setattr(choice, "ask", ask)
+    monkeypatch.setattr(choice, "recites", lambda model, _, passages: [model is steered.target] * len(passages))
+    settings = [Steering(alpha=1.0, margin=margin) for margin in (19.0, 18.0, 17.0, 16.0, 15.0, 19.5, 20.0)]
+    report = choose_rule(steered, tokenizer, sets | {"similar": similar}, settings, min_retain=0.0)
+    assert asked == [15.0, 16.0, 17.0, 18.0, 19.0, 19.5]
+    assert report.best.steering.margin == 19.5
+    assert report.faults == []
+
+
 def row(retain=1.0, perplexity=1.0, leaked=0.0, unchanged=1.0, answered=None):
     return Effects(Steering(), 0.1, retain, perplexity, leaked, unchanged, answered)
 

@@ -73,7 +73,7 @@ within 0.1; one step of 0.25 beyond the right α adds 0.15."""
 MAX_EXCESS = 0.02  # negligible difference of AUCs
 MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 """Bounds of the mean AUC of q. Without the forget set it is about 0.5, on similar but unlike sets up to 0.66."""
-MAX_ASKED = 5  # settings whose answers are generated; twice as many where q refuses
+MAX_ASKED = 5  # settings that answer, if one is good; twice as many where q refuses
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
 BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"
@@ -495,7 +495,10 @@ def choose_rule(
     rows = [dataclasses.replace(row, **replies.unchanged(row.steering)) for row in rows[1:]]
     measured = {row.steering: row for row in rows}
     answered: list[Effects] = []
-    for row in _promising(rows, min_retain, bool(reference), MAX_ASKED * (2 if refuses else 1)):
+    most, enough = MAX_ASKED * (2 if refuses else 1), not target.shows_more_than(guessed)
+    for row in _promising(rows, min_retain, bool(reference), most):
+        if enough and len(answered) >= most:
+            break
         model.steering = row.steering
         ask = functools.partial(replies.of, model)
         row = dataclasses.replace(row, **(stored.get(f"answers of {row.steering}", None, ask) if stored else ask()))
@@ -506,6 +509,7 @@ def choose_rule(
         faultless = target.shows_more_than(guessed) and not row.faults(target, guessed, min_retain)
         if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.kept >= MIN_KEPT:
             break  # the others have larger margins
+        enough = enough or faultless
     if reference:
         best = next((row for row in answered if not row.shows_more_than(guessed)), answered[0])
     else:
@@ -569,12 +573,13 @@ def _with_distance(row: Effects, aucs: dict[str, float], reference: Mapping[str,
 
 
 def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool, most: int) -> list[Effects]:
-    """Return the settings that should answer, up to `most` that forget most, the smallest margin or distance first."""
+    """Return the settings that should answer: the `most` that forget most by margin, then others; or by distance."""
     keeping = [row for row in rows if row.keeps(min_retain)]
     if not keeping:
         return [max(rows, key=lambda row: (row.retain / (row.perplexity or 1.0), -row.forget))]
     if not by_distance:
-        return sorted(sorted(keeping, key=lambda row: row.forget)[:most], key=lambda row: row.steering.margin or 0.0)
+        keeping.sort(key=lambda row: row.forget)
+        return [*sorted(keeping[:most], key=lambda row: row.steering.margin or 0.0), *keeping[most:]]
     # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
     first, *others = sorted(keeping, key=lambda row: (round(row.distance, 3), math.copysign(row.forget, row.excess)))
     return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:most]

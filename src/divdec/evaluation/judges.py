@@ -14,14 +14,7 @@ import torch
 from divdec.checkpoint import CheckpointReference, check_weights, load_model, load_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import rouge_l_recall
-from divdec.evaluation.phrases import (
-    SIMILARITY,
-    is_name,
-    key_phrase,
-    tells,
-    tells_nothing,
-    words,
-)
+from divdec.evaluation.phrases import SIMILARITY, is_name, key_phrase, tells, tells_nothing, words
 
 if TYPE_CHECKING:
     from divdec.endpoint import Endpoint
