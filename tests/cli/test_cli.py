@@ -543,10 +543,9 @@ def test_full_disk_during_training_is_resumable(long_training, tmp_path):
 
 def test_takedowns_in_force_are_no_part_of_a_bundles_measurement():
     config = SimpleNamespace(measured={"steering": "rank:5", "result": "recited 0 of 20"})
-    model = SimpleNamespace(config=config, steering=Steering(rule="rank", k=5), takedowns=None)
-    assert measured_text(model) == "recited 0 of 20"
-    model.takedowns = object()
-    assert measured_text(model) == "recited 0 of 20; the takedown requests in force are not part of it"
+    rule = Steering(rule="rank", k=5)
+    assert measured_text(config, rule, None) == "recited 0 of 20"
+    assert measured_text(config, rule, object()) == "recited 0 of 20; the takedown requests in force are not part of it"
 
 
 @pytest.mark.parametrize(("instructions", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

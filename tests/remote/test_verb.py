@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from divdec import write_bundle
+from divdec import Steering, write_bundle
 from divdec.cli import main
 from divdec.data.records import texts_of
+from divdec.model.bundle import rewrite_steering
 from divdec.runs import lock_file, unlock_file
 from divdec.takedowns.registry import Registry
+from support.served import bundle_of
 
 TEXTS = ("Question: Who is", "The author was born")
 
@@ -53,6 +55,16 @@ def test_remote_command_matches_steered_model(verb, expected, capsys):
 def test_single_prompt_is_streamed(verb, expected, capsys):
     assert verb("--prompt", TEXTS[0], "--max-new-tokens", "6", "--block", "4") == 0
     assert capsys.readouterr().out == expected(TEXTS[0]) + "\n"
+
+
+def test_what_was_measured_is_said_and_that_another_rule_was_not(url, models, capsys):
+    """A bundle with a full rule is always steered by another one here."""
+    bundle = bundle_of(models, "measured", "linear:1.5")
+    rewrite_steering(bundle, Steering.parse("linear:1:1:full"), "it forgets")
+    endpoint = ["--endpoint", f"{url}/v1", "--model", "plain", "--raw", "--prompt", TEXTS[0], "--max-new-tokens", "2"]
+    assert main(["remote", "--bundle", str(bundle), *endpoint, "--steering", "linear:1:1"]) == 0
+    said = "measured: it forgets (with linear:1:1:full; linear:1:1 was not measured)"
+    assert said in capsys.readouterr().err.splitlines()
 
 
 def test_interrupted_evaluation_is_resumed(verb, provider, expected, tokenizer, tmp_path):

@@ -22,14 +22,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import check_pair
 from divdec.experts.protocol import Experts, Inputs
 from divdec.experts.token_cache import PADDING, TokenLayer
-from divdec.passes import (
-    device_of,
-    length_of,
-    logit_width,
-    logits_of,
-    new_cache,
-    uses_gradient_checkpointing,
-)
+from divdec.passes import device_of, length_of, logit_width, logits_of, new_cache, uses_gradient_checkpointing
 
 # Inputs that branch off from a row are computed in batches of at most this many rows and tokens: their keys and values
 # are copied.

@@ -89,9 +89,8 @@ def load(
     )
     warn_if_unsteered(model.steering, model.takedowns)
     if model.config.measured:
-        report(
-            f"measured: {measured_text(model)}{' (not verified: files may have changed)' if loading.no_verify else ''}"
-        )
+        unverified = " (not verified: files may have changed)" if loading.no_verify else ""
+        report(f"measured: {measured_text(model.config, model.steering, model.takedowns)}{unverified}")
     return model, load_tokenizer(folder)
 
 

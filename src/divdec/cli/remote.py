@@ -79,6 +79,7 @@ def remote(
     from divdec.model.loading import Bundle
     from divdec.remote.experts import LoadedExperts, source_digests
     from divdec.remote.target import answer_prompts, stream_answer
+    from divdec.report.doctor import measured_text
     from divdec.runs import resumable_items, settings_hash, write_text
 
     file = output.prepare()
@@ -88,6 +89,8 @@ def remote(
     if steering is not None:
         opened = dataclasses.replace(opened, steering=opened.steering.revised(steering))
     loaded = LoadedExperts.load(opened, device)
+    if opened.config.measured:
+        print(f"measured: {measured_text(opened.config, opened.steering, loaded.takedowns)}", file=sys.stderr)
     with _target(provider, settings, loaded, opened.steering) as target:
         records = prompts.read(loaded.tokenizer)
         encoded = prompts.encode(records, loaded.tokenizer)

@@ -13,7 +13,9 @@ from divdec.runs import versions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from divdec.configuration import DivergenceConfig
     from divdec.model.modeling import DivergenceForCausalLM
+    from divdec.steering import Steering
 
 
 def describe_installation() -> dict[str, Any]:
@@ -40,7 +42,7 @@ def try_bundle(
         "name": name,
         "loads": True,
         "steering": model.rule,
-        "measured": measured_text(model),
+        "measured": measured_text(model.config, model.steering, model.takedowns),
         "vocabulary": model.vocab_size,
         "parameters": {"target": model.target.num_parameters(), **_parameters(experts)},
         "experts": [type(part).__name__ for part in experts],
@@ -53,14 +55,14 @@ def try_bundle(
     return content | {"chat_template": bool(tokenizer.chat_template)}
 
 
-def measured_text(model: DivergenceForCausalLM) -> str:
+def measured_text(config: DivergenceConfig, steering: Steering, takedowns: object) -> str:
     """Return what a bundle's rule was measured to do, and whether another rule or a registry is used."""
-    measured, rule = model.config.measured, str(model.steering)
+    measured, rule = config.measured, str(steering)
     if not measured:
         return "not measured"
     other = "" if measured["steering"] == rule else f" (with {measured['steering']}; {rule} was not measured)"
-    takedowns = "" if model.takedowns is None else "; the takedown requests in force are not part of it"
-    return f"{measured['result']}{other}{takedowns}"
+    more = "" if takedowns is None else "; the takedown requests in force are not part of it"
+    return f"{measured['result']}{other}{more}"
 
 
 def _devices() -> dict[str, Any]:
