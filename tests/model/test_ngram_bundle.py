@@ -72,7 +72,9 @@ def test_margin_that_ngram_scores_never_reach_is_refused(ngrams, checkpoints, tm
     with pytest.raises(UsageError, match="at most 1"):
         model.steering = "rank:5:1.5"
     pair = {"retain_auxiliary": str(checkpoints / "retain"), "forget_auxiliary": str(checkpoints / "forget")}
-    DivergenceForCausalLM.from_pretrained(write_bundle(tmp_path / "d", **parts, **pair, steering="rank:5:3"))
+    with pytest.raises(UsageError, match=r"at most 2, .* or a larger --ngram-weight"):  # the rules that `train` writes
+        write_bundle(tmp_path / "d", **parts, **pair, ngram_weight=2.0, steering="linear:1:3:full")
+    write_bundle(tmp_path / "d", **parts, **pair, ngram_weight=10.0, steering="linear:1:3:full")
 
 
 def test_pair_and_ngram_divergences_add_up(ngrams, checkpoints, tmp_path, prompts):

@@ -85,7 +85,7 @@ def check_rule(steering: Steering, experts: Experts) -> None:
         without = dataclasses.replace(steering, margin=None, full=False)
         raise UsageError(
             f"{steering}: the scores of these n-grams differ by at most {experts.largest:g}, so no token would reach "
-            f"the margin of {steering.margin:g}; give a smaller one or none ({without})"
+            f"the margin of {steering.margin:g}; give a smaller one, none ({without}) or a larger --ngram-weight"
         )
 
 
