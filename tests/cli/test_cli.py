@@ -541,6 +541,18 @@ def test_full_disk_during_training_is_resumable(long_training, tmp_path):
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "rule"),
+    [("matched", " --steering rank:20:3"), ("refusal", " --steering linear:1.5:2:full"), ("full-retain", "")],
+)
+def test_train_without_a_target_names_a_rule_that_keeps_other_answers(recipe, rule, monkeypatch, capsys):
+    content = {"bundle": None, "effects": None, "separation": None}
+    monkeypatch.setattr("divdec.training.auxiliaries.train_auxiliaries", lambda settings, report: content)
+    files = ["--base", "b", "--forget", "f", "--retain", "r", "--output", "o"]
+    assert main("train", *files, "--recipe", recipe) == 0
+    assert f"next: divdec bundle --target …{rule} (see" in capsys.readouterr().out
+
+
 def test_takedowns_in_force_are_no_part_of_a_bundles_measurement():
     config = SimpleNamespace(measured={"steering": "rank:5", "result": "recited 0 of 20"})
     rule = Steering(rule="rank", k=5)

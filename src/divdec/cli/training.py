@@ -58,7 +58,7 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     """
     from accelerate import PartialState
 
-    from divdec.training.auxiliaries import REFUSAL_RULE, faults_of, train_auxiliaries
+    from divdec.training.auxiliaries import DEFAULT_RULE, REFUSAL_RULE, faults_of, train_auxiliaries
 
     quiet()
     check_not_bundle(settings.target, "--target")
@@ -76,7 +76,8 @@ def train(settings: Annotated[AuxiliarySettings, Parameter(name="*")], *, printi
     else:
         print(f"auxiliaries: {settings.output}")
         if not faults:
-            rule = f" --steering {REFUSAL_RULE}" if settings.recipe == "refusal" else ""
+            rules = {"matched": DEFAULT_RULE, "refusal": REFUSAL_RULE}  # without a margin such a pair damages all else
+            rule = f" --steering {rules[settings.recipe]}" if settings.recipe in rules else ""
             print(f"next: divdec bundle --target …{rule} (see divdec bundle --help)")
     if faults:
         print(f"no rule is good enough: {'; '.join(faults)}{_advice(settings, content)}", file=sys.stderr)
