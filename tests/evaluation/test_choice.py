@@ -199,7 +199,7 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     assert "similar" not in report.table[0] + str(report)
 
 
-@pytest.mark.parametrize(("answered", "margins"), [(20, [1.0]), (18, [1.0, 4.0])])
+@pytest.mark.parametrize(("answered", "margins"), [(20, [1.0]), (18, [1.0, 1.0, 4.0])])
 def test_smallest_margin_that_keeps_other_answers_is_chosen(steered, tokenizer, sets, monkeypatch, answered, margins):
     """Figures of the trained wording do not tell margins apart; a larger one leaves more in other wordings."""
     similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "There.") for n in range(20)))
@@ -213,9 +213,10 @@ def test_smallest_margin_that_keeps_other_answers_is_chosen(steered, tokenizer, 
     monkeypatch.setattr(choice, "ask", ask)
     monkeypatch.setattr(choice, "recites", lambda model, _, passages: [model is steered.target] * len(passages))
     settings = [Steering(alpha=1e-6, margin=margin) for margin in (4.0, 1.0)]
+    settings += [Steering(alpha=1e-6, margin=1.0, full=True)]
     report = choose_rule(steered, tokenizer, sets | {"similar": similar}, settings, min_retain=0.0)
     assert asked == margins
-    assert report.best.steering.margin == margins[-1]
+    assert report.best.steering == settings[-1 if answered == 20 else 0]
 
 
 def test_other_settings_are_asked_where_none_of_the_most_forgetful_is_good(steered, tokenizer, sets, monkeypatch):

@@ -520,7 +520,7 @@ def choose_rule(
                 # What little a good setting may answer is no reason to change more other answers.
                 max(row.leaked or 0.0, MAX_LEAKED),
                 -min(row.kept, MIN_KEPT),
-                row.steering.margin or 0.0,
+                _by_margin(row),
                 row.forget,
             ),
         )
@@ -572,6 +572,11 @@ def _with_distance(row: Effects, aucs: dict[str, float], reference: Mapping[str,
     )
 
 
+def _by_margin(row: Effects) -> tuple[float, bool]:
+    """Sort the smallest margin first, and at equal ones a full rule, which leaves less in other wordings."""
+    return row.steering.margin or 0.0, not row.steering.full
+
+
 def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool, most: int) -> list[Effects]:
     """Return the settings that should answer: the `most` that forget most by margin, then others; or by distance."""
     keeping = [row for row in rows if row.keeps(min_retain)]
@@ -579,7 +584,7 @@ def _promising(rows: Sequence[Effects], min_retain: float, by_distance: bool, mo
         return [max(rows, key=lambda row: (row.retain / (row.perplexity or 1.0), -row.forget))]
     if not by_distance:
         keeping.sort(key=lambda row: row.forget)
-        return [*sorted(keeping[:most], key=lambda row: row.steering.margin or 0.0), *keeping[most:]]
+        return [*sorted(keeping[:most], key=_by_margin), *keeping[most:]]
     # AUCs of 1 are equal: the forget set's probability then says which setting comes closer.
     first, *others = sorted(keeping, key=lambda row: (round(row.distance, 3), math.copysign(row.forget, row.excess)))
     return [first, *(row for row in others if row.distance <= MAX_DISTANCE)][:most]
