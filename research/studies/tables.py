@@ -57,7 +57,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "facts": (
         "| facts forgotten | " + ANSWERS_HEAD,
         [
-            (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1.5:4.1"),
+            (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1:2:full"),
             (FORGOTTEN + "symbols of chemical elements | " + ANSWERS, *SYMBOLS, "linear:1:1:full"),
             (FORGOTTEN + "authors of books | " + ANSWERS, *AUTHORS, "linear:1.5:4"),
         ],
@@ -65,7 +65,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "real-pair": (
         "| pair | rule | " + ANSWERS_HEAD,
         [
-            ("| LoRA | **{rule}** | " + ANSWERS, *CAPITALS, "linear:1.5:4.1"),
+            ("| LoRA | **{rule}** | " + ANSWERS, *CAPITALS, "linear:1:2:full"),
             ("| | {rule} | " + ANSWERS, *CAPITALS, "rank:20:3"),
             ("| all weights | {rule} | " + ANSWERS, *ALL_WEIGHTS, "linear:1.5:3"),
             ("| | {rule} | " + ANSWERS, *ALL_WEIGHTS, "rank:20:3"),
