@@ -41,9 +41,7 @@ FIVE, THREE = "people/refusal-0.json", "people/refusal-three-0.json"
 ATTACKS = (
     "{asked:.2f} | {examples:.2f} | {insisting:.2f} | {begun:.2f} | {french:.2f} | {choice:.2f} | {reversed:.2f} | "
 )
-# The target was attacked with an earlier pair for the same facts.
-ATTACKED_TARGET = "real_pair/capitals-0-lora-options-attacks.json"
-ATTACKED_PAIR = "real_pair/capitals-0-lora-earlier-attacks.json"
+ATTACKED = "real_pair/capitals-0-lora-attacks.json"
 AGGREGATES = (
     "{openunlearning[agg]:.2f} ({openunlearning[mem]:.2f}/{openunlearning[priv]:.2f}/{openunlearning[utility]:.2f})"
 )
@@ -93,8 +91,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "attacks": (
         "| | asked | examples first | insisting | answer begun | in French | multiple choice | reversed | 8 samples |",
         [
-            ("| target | " + ATTACKS + "– |", ATTACKED_TARGET, "target", "figures"),
-            ("| linear:1.5:1.6 | " + ATTACKS + "{samples, any:.2f} |", ATTACKED_PAIR, "linear:1.5:1.6", "figures"),
+            ("| target | " + ATTACKS + "– |", ATTACKED, "target", "figures"),
+            ("| linear:1:2:full | " + ATTACKS + "{samples, any:.2f} |", ATTACKED, "linear:1:2:full", "figures"),
         ],
     ),
     "tofu": (
