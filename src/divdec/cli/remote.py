@@ -84,11 +84,10 @@ def remote(
 
     file = output.prepare()
     quiet()
-    device = device_map(device)
     opened = Bundle.open(bundle, target=False)
     if steering is not None:
         opened = dataclasses.replace(opened, steering=opened.steering.revised(steering))
-    loaded = LoadedExperts.load(opened, device)
+    loaded = LoadedExperts.load(opened, device_map(device))
     if opened.config.measured:
         print(f"measured: {measured_text(opened.config, opened.steering, loaded.takedowns)}", file=sys.stderr)
     with _target(provider, settings, loaded, opened.steering) as target:
