@@ -89,7 +89,7 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert report.verdict.startswith("no: ")
 
 
-def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets):
+def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets, monkeypatch):
     q, p = steered.experts.retain, steered.experts.forget
     examples = encode_set(sets["neutral"], tokenizer)
     expected = []
@@ -109,6 +109,8 @@ def test_noise_is_that_of_the_pair_and_sets_the_margin(steered, tokenizer, sets)
     margins = {row.steering.margin for row in report.settings if row.steering.rule == "linear"}
     assert margins == {None, *noise_margins(noise)}
     assert max(noise_margins(noise)) > noise[-1]
+    monkeypatch.setattr(steered.experts, "largest", 1.5)  # as with n-grams beside the pair
+    assert {row.steering.margin for row in choose_rule(steered, tokenizer, sets).settings} <= {None, 1.0, 1.5}
 
 
 def test_forgetting_is_not_claimed_where_nothing_can_be_asked(steered, tokenizer, sets):

@@ -74,7 +74,13 @@ def test_margin_that_ngram_scores_never_reach_is_refused(ngrams, checkpoints, tm
     pair = {"retain_auxiliary": str(checkpoints / "retain"), "forget_auxiliary": str(checkpoints / "forget")}
     with pytest.raises(UsageError, match=r"at most 2, .* or a larger --ngram-weight"):  # the rules that `train` writes
         write_bundle(tmp_path / "d", **parts, **pair, ngram_weight=2.0, steering="linear:1:3:full")
-    write_bundle(tmp_path / "d", **parts, **pair, ngram_weight=10.0, steering="linear:1:3:full")
+    both = write_bundle(tmp_path / "d", **parts, **pair, ngram_weight=2.0, steering="linear:1:1:full")
+    model = DivergenceForCausalLM.from_pretrained(both)
+    with pytest.raises(UsageError, match="at most 2"):  # the pair would steer, and the n-grams do nothing
+        model.steering = "linear:1:3:full"
+    with pytest.raises(UsageError, match="at most 2"):
+        DivergenceForCausalLM.from_pretrained(both, steering="rank:5:2.5")
+    write_bundle(tmp_path / "d", **parts, **pair, ngram_weight=10.0, steering="linear:1:3:full", overwrite=True)
 
 
 def test_pair_and_ngram_divergences_add_up(ngrams, checkpoints, tmp_path, prompts):

@@ -14,6 +14,7 @@ from divdec.errors import UsageError
 from divdec.evaluation.choice import RuleChoice, choose_rule
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.settings import CalibrationSettings
+from divdec.experts.combined import check_rule
 from divdec.model.bundle import rewrite_steering
 from divdec.options import read_template_kwargs
 from divdec.steering import Steering
@@ -72,4 +73,5 @@ def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, ke
         candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
     for candidate in candidates:
         candidate.check_vocabulary(model.vocab_size)
+        check_rule(candidate, model.experts)
     return candidates

@@ -470,6 +470,7 @@ def choose_rule(
         refuses = model.steering.full and model.steering.alpha > FULL_ALPHAS[0]
     if settings is None:
         rules = candidates(noise, refuses=refuses)
+        rules = [rule for rule in rules if (rule.margin or 0.0) <= model.experts.largest]  # n-grams beside the pair
         settings = [dataclasses.replace(rule, vocabulary=model.steering.vocabulary) for rule in rules]
     settings = [UNSTEERED, *settings]
     if len(settings) == 1:

@@ -28,7 +28,8 @@ class CombinedExperts(Experts, nn.Module):
         self.weights = tuple(float(weight) for _, weight in parts)
         self.vocab_size = min(experts.vocab_size for experts in self.parts)
         self.embeddings = min(getattr(experts, "embeddings", math.inf) for experts in self.parts)
-        self.largest = sum(abs(weight) * experts.largest for experts, weight in parts)
+        # Where one part alone knows a text, the others' divergence is near 0.
+        self.largest = min((abs(weight) * experts.largest for experts, weight in parts if weight), default=0.0)
         # Submodules, so that `to` and `parameters` reach them.
         self.models = nn.ModuleList(experts for experts in self.parts if isinstance(experts, nn.Module))
 

@@ -29,7 +29,7 @@ class Experts(abc.ABC):
     cache_class: type[Cache]
     """Type of cache that `new_cache` returns."""
     largest: float = math.inf
-    """Largest absolute value of the divergence."""
+    """Largest absolute value of the divergence; of several experts, the smallest such value."""
 
     @abc.abstractmethod
     def new_cache(self) -> Cache:

@@ -182,7 +182,7 @@ def write_bundle(
     widths = {part: vocabulary_width(config) for part, config in configs.items()}
     vocab_size = min(shared_vocabulary(widths, tokenizers, checkpoints, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
-    if ngram is not None:  # with a pair too, or texts that only the n-grams know would not be steered
+    if ngram is not None:
         from divdec.experts.combined import CombinedExperts, check_rule
         from divdec.experts.ngram_fit import load_pair
 

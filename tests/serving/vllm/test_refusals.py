@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from divdec import write_bundle
+from divdec import Steering, write_bundle
 from support.tiny import tiny_model
 from support.vllm_reference import environment
 
@@ -71,7 +71,7 @@ def reported(tmp_path):
 
 
 def test_unsupported_vllm_options_are_rejected(
-    reported, models, make_bundle, make_registry, texts, tokenizer, tmp_path
+    reported, models, make_bundle, make_registry, ngrams, texts, tokenizer, tmp_path
 ):
     def case(bundle, environment=None, **options):
         return {"bundle": str(bundle), "options": options, "environment": environment or {}}
@@ -107,6 +107,9 @@ def test_unsupported_vllm_options_are_rejected(
     cases["another registry"] = case(following, additional_config=other), "another registry"
     nowhere = {"divdec": {"registry": str(tmp_path / "nowhere")}}
     cases["no registry"] = case(plain, additional_config=nowhere), "is no registry"
+    counted = make_bundle(ngram=ngrams, steering="linear:1:1")
+    configure(counted, steering=Steering.parse("linear:1:2").to_dict())
+    cases["margin that n-grams never reach"] = case(counted), "the scores of these n-grams differ by at most 1"
 
     def damaged(name, damage):
         copied = tmp_path / name

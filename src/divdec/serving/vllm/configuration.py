@@ -174,7 +174,7 @@ def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) 
     pair = bundle.load_ngrams()
     ngrams = None if pair is None else CombinedExperts([pair])
     takedowns = bundle.load_takedowns(options.registry)
-    if bundle.config.retain_auxiliary is None:
+    if ngrams is not None or bundle.config.retain_auxiliary is None:
         check_rule(bundle.steering, ngrams or NoExperts(sizes[0]))
     bundle.check_vocab_size([*sizes, *(part.vocab_size for part in (ngrams, takedowns) if part is not None)])
     for part, config in configs.items():
