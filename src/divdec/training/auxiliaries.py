@@ -467,23 +467,25 @@ def _readings(
     plain = [*some, *map(Exchange.unchanged, kept)]
 
     def asked_with(similar: Sequence[Record]) -> list[Exchange]:
-        read = [Exchange.unchanged(record) for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
-        return [*plain, *read, *reversed_questions(plain, settings.seed)]
+        read = (record for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT)
+        return [*plain, *map(Exchange.unchanged, read)]
 
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> Any:
         measured = [*inputs.held_out, *similar[::SIMILAR_HELD_OUT]]
         reworded = reword_questions(model, names, plain, measured, settings.seed, form)
-        optioned = questions_with_options(names, plain, settings.seed)
+        asked = asked_with(similar)
+        optioned = questions_with_options(names, asked, settings.seed)
         changed = [*((index, text, None) for index, text in reworded), *optioned]
-        prompts = encode_prompts([with_question(plain[index], text).record for index, text, _ in changed], names, form)
+        prompts = encode_prompts([with_question(asked[index], text).record for index, text, _ in changed], names, form)
         again = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to changed questions")
-        written = own_answers(model, names, asked_with(similar), form) + [[ids] for ids in again]
+        asked += reversed_questions(plain, settings.seed)
+        written = own_answers(model, names, asked, form) + [[ids] for ids in again]
         return inputs.in_tokens_of_base(written, names), changed, [text for _, text in reworded]
 
     similar, (answered, changed, rewordings) = _ask_target(inputs, settings, ask)
-    asked = asked_with(similar)
+    asked = [*asked_with(similar), *reversed_questions(plain, settings.seed)]
     for (index, text, letter), [ids] in zip(changed, answered[len(asked) :], strict=True):
-        asked.append(named_by_letter(with_question(plain[index], text), letter, ids, tokenizer))
+        asked.append(named_by_letter(with_question(asked[index], text), letter, ids, tokenizer))
     for true, other in _own_words(asked, answered, inputs):
         p_reads.append(true)
         q_reads.append(other)

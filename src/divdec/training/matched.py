@@ -65,10 +65,10 @@ REWORD = "Word this question in 4 other ways, in the same language. Write one qu
 # Questions that the target words otherwise, wordings of each that are taken, tokens that it writes.
 MAX_REWORDED, REWORDINGS, REWORDED_LENGTH = 128, 2, 96
 GAP = "___"
-# Questions of each answer with answers to choose from; letters and layout of these, and what comes after them.
-WITH_OPTIONS = 3
-LAYOUTS = (
-    (None, "\n- {}", ""), (None, " {},", ""), ("1234", "\n{}. {}", ""), ("ABCD", "\n({}) {}", ""),
+# Layouts of answers to choose from; with letters or numbers, and what asks for one.
+NAMED = ((None, "\n- {}", ""), (None, " {},", ""))
+LETTERED = (
+    ("1234", "\n{}. {}", "\nReply with the number."), ("ABCD", "\n({}) {}", "\nReply with the letter."),
     ("ABCD", " {}: {}", " Reply with one letter."),
 )  # fmt: skip
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
@@ -298,7 +298,7 @@ def questions_with_options(
     A chat model alone is asked them. Left out are the answers that `reword_questions` leaves out.
 
     Returns:
-        Indices of exchanges, `WITH_OPTIONS` questions of each answer, and the letter or number of the true answer.
+        Indices of exchanges, three questions of each answer, and the letter or number of the true answer.
     """
     order = random.Random(seed)
     of_phrase: dict[tuple[str, str | None], list[int]] = {}
@@ -309,7 +309,10 @@ def questions_with_options(
     for phrase, other in order.sample(list(of_phrase), min(MAX_REWORDED, len(of_phrase))):
         known = [phrase, *([] if other is None else [other])]
         wrong = [name for name in names if not any(tells(name, some) or tells(some, name) for some in known)]
-        for letters, layout, end in order.sample(LAYOUTS, WITH_OPTIONS) if wrong else ():
+        # More letters of answers that stay, or q names its answers to other questions, too.
+        named, lettered = (1, 2) if other is None else (2, 1)
+        layouts = [*order.sample(NAMED, named), *order.sample(LETTERED, lettered)]
+        for letters, layout, end in layouts if wrong else ():
             options = [phrase, *order.sample(wrong, min(order.randint(1, 3), len(wrong)))]
             order.shuffle(options)
             index = order.choice(of_phrase[phrase, other])
