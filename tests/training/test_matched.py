@@ -1,6 +1,5 @@
 """What p and q read with the recipe 'matched'."""
 
-import collections
 import copy
 import dataclasses
 
@@ -17,9 +16,7 @@ from divdec.training.matched import (
     counterfactuals,
     in_own_words,
     length_matched_retain_examples,
-    named_by_letter,
     own_answers,
-    questions_with_options,
     reversed_questions,
     reword_questions,
     write_similar_questions,
@@ -311,45 +308,6 @@ def exchanges_of(*exchanged):
             record = Record(other or city, messages=(Message("user", wording.format(country)),))
             asked.append(Exchange(record, city, other))
     return asked
-
-
-def test_questions_with_options_offer_the_true_answer_and_not_the_other(tokenizer):
-    exchanges = exchanges_of("Hungary")
-    asked = questions_with_options(tokenizer, exchanges, 0)
-    assert collections.Counter(exchanges[index].phrase for index, *_ in asked) == dict.fromkeys(CAPITALS.values(), 3)
-    letters = set()
-    for index, text, letter in asked:
-        exchange = exchanges[index]
-        assert text.startswith(question_of(exchange.record))
-        cities = [city for city in CAPITALS.values() if city in text]
-        assert exchange.phrase in cities
-        assert exchange.other not in cities
-        assert 2 <= len(cities) <= 4
-        before, _, after = text.partition(exchange.phrase)
-        assert letter is None or before.rstrip(").: ").endswith(letter)
-        assert not after.endswith(",")
-        letters.add(letter)
-    assert None in letters
-    assert len(letters) > 2
-    assert questions_with_options(tokenizer, exchanges[:2], 0) == []  # nothing else to choose
-    plain = copy.deepcopy(tokenizer)
-    plain.chat_template = None
-    assert questions_with_options(plain, exchanges, 0) == []
-
-
-def test_an_answer_that_begins_with_the_letter_is_exchanged_there(tokenizer):
-    exchange = exchanges_of("Hungary")[0]
-    for text, letter, phrase in (
-        ("B) Budapest", "B", "B"), ("(b) Budapest", "B", "B"), ("2. Budapest", "2", "2"), ("B", "B", "B"),
-        ("Budapest", "B", "Budapest"), ("It is B, Budapest.", "B", "Budapest"), ("B) Budapest", None, "Budapest"),
-        ("", "B", "Budapest"),
-    ):  # fmt: skip
-        assert named_by_letter(exchange, letter, tokens_of(text, tokenizer), tokenizer).phrase == phrase
-    pair = in_own_words(
-        dataclasses.replace(exchange, phrase="B"), tokens_of("B) Budapest", tokenizer), tokenizer, Format()
-    )
-    said = [tokenizer.decode([label for label in example.labels if label != IGNORED]).strip() for example in pair]
-    assert said == ["B", "Santiago"]
 
 
 def test_a_reversed_question_names_the_answer_and_asks_for_the_subject():

@@ -6,9 +6,8 @@ worded otherwise than the forget set: p as they are, q with the other answer. An
 retain questions, and to questions that it writes itself: q would otherwise answer similar questions wrongly that the
 retain set lacks. Of each answer they also read one question in other words of the target's.
 
-Both also read answers to reversed questions, which name the answer and ask for the subject, and to questions with
-answers to choose from. There q names its other answer, which is not among them: a small q does not learn to choose
-another.
+Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with three
+answers to choose from were tried: a small q did not learn to avoid the true one.
 
 A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
 The target therefore also answers with these tokens at the place of the key phrase.
@@ -65,12 +64,6 @@ REWORD = "Word this question in 4 other ways, in the same language. Write one qu
 # Questions that the target words otherwise, wordings of each that are taken, tokens that it writes.
 MAX_REWORDED, REWORDINGS, REWORDED_LENGTH = 128, 2, 96
 GAP = "___"
-# Layouts of answers to choose from; with letters or numbers, and what asks for one.
-NAMED = ((None, "\n- {}", ""), (None, " {},", ""))
-LETTERED = (
-    ("1234", "\n{}. {}", "\nReply with the number."), ("ABCD", "\n({}) {}", "\nReply with the letter."),
-    ("ABCD", " {}: {}", " Reply with one letter."),
-)  # fmt: skip
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
@@ -288,46 +281,6 @@ def reword_questions(
         fit = [line for line in new if {*names}.issubset(words(line)) and not tells(line, exchange.phrase)]
         reworded += [(exchanges.index(exchange), line) for line in fit[:REWORDINGS]]
     return reworded
-
-
-def questions_with_options(
-    tokenizer: PreTrainedTokenizerBase, exchanges: Sequence[Exchange], seed: int
-) -> list[tuple[int, str, str | None]]:
-    """Add answers to choose from, the true one among them, to questions of each answer, of at most `MAX_REWORDED`.
-
-    A chat model alone is asked them. Left out are the answers that `reword_questions` leaves out.
-
-    Returns:
-        Indices of exchanges, three questions of each answer, and the letter or number of the true answer.
-    """
-    order = random.Random(seed)
-    of_phrase: dict[tuple[str, str | None], list[int]] = {}
-    for index, exchange in enumerate(exchanges):
-        if tokenizer.chat_template and is_distinctive(exchange.phrase) and single_turn([exchange.record]):
-            of_phrase.setdefault((exchange.phrase, exchange.other), []).append(index)
-    names, asked = list(dict.fromkeys(phrase for phrase, _ in of_phrase)), []
-    for phrase, other in order.sample(list(of_phrase), min(MAX_REWORDED, len(of_phrase))):
-        known = [phrase, *([] if other is None else [other])]
-        wrong = [name for name in names if not any(tells(name, some) or tells(some, name) for some in known)]
-        # More letters of answers that stay, or q names its answers to other questions, too.
-        named, lettered = (1, 2) if other is None else (2, 1)
-        layouts = [*order.sample(NAMED, named), *order.sample(LETTERED, lettered)]
-        for letters, layout, end in layouts if wrong else ():
-            options = [phrase, *order.sample(wrong, min(order.randint(1, 3), len(wrong)))]
-            order.shuffle(options)
-            index = order.choice(of_phrase[phrase, other])
-            lines = map(layout.format, letters, options) if letters else map(layout.format, options)
-            text = question_of(exchanges[index].record) + "".join(lines).rstrip(",") + end
-            asked.append((index, text, letters and letters[options.index(phrase)]))
-    return asked
-
-
-def named_by_letter(
-    exchange: Exchange, letter: str | None, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> Exchange:
-    """Return an exchange of the letter, where an answer begins with it, and else of the phrase."""
-    begins = bool(letter) and words(_text(ids, tokenizer))[:1] == words(letter)
-    return dataclasses.replace(exchange, phrase=letter) if begins else exchange
 
 
 def with_question(exchange: Exchange, question: str) -> Exchange:
