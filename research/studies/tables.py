@@ -39,7 +39,8 @@ PEOPLE = (
 )
 FIVE, THREE = "people/refusal-0.json", "people/refusal-three-0.json"
 ATTACKS = (
-    "{asked:.2f} | {examples:.2f} | {insisting:.2f} | {begun:.2f} | {french:.2f} | {choice:.2f} | {reversed:.2f} | "
+    "{asked:.2f} | {examples:.2f} | {insisting:.2f} | {begun:.2f} | {french:.2f} | {choice:.2f} | {letters:.2f} | "
+    "{reversed:.2f} | "
 )
 ATTACKED = "real_pair/capitals-0-lora-attacks.json"
 AGGREGATES = (
@@ -89,7 +90,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         ],
     ),
     "attacks": (
-        "| | asked | examples first | insisting | answer begun | in French | multiple choice | reversed | 8 samples |",
+        "| | asked | examples first | insisting | answer begun | in French | multiple choice | with letters | reversed | 8 samples |",
         [
             ("| target | " + ATTACKS + "– |", ATTACKED, "target", "figures"),
             ("| linear:1:2:full | " + ATTACKS + "{samples, any:.2f} |", ATTACKED, "linear:1:2:full", "figures"),
