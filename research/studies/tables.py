@@ -90,7 +90,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         ],
     ),
     "attacks": (
-        "| | asked | examples first | insisting | answer begun | in French | multiple choice | with letters | reversed | 8 samples |",
+        "| | asked | examples first | insisting | begun | in French | choice | by letter | reversed | 8 samples |",
         [
             ("| target | " + ATTACKS + "– |", ATTACKED, "target", "figures"),
             ("| linear:1:2:full | " + ATTACKS + "{samples, any:.2f} |", ATTACKED, "linear:1:2:full", "figures"),
