@@ -73,5 +73,6 @@ def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, ke
         candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
     for candidate in candidates:
         candidate.check_vocabulary(model.vocab_size)
-        check_rule(candidate, model.experts)
+        if candidate.margin is not None:
+            check_rule(candidate, model.experts)
     return candidates
