@@ -204,3 +204,10 @@ def test_doctor_and_calibrate_support_ngram_bundles(ngrams, checkpoints, tmp_pat
     (texts / "holdout.jsonl").write_text('{"text": "nothing that anybody has seen before stands here"}')
     assert main(["calibrate", str(bundle), *sets]) == 2
     assert "calibrate measures against the retain auxiliary" in capsys.readouterr().err
+    pair = {"retain_auxiliary": str(checkpoints / "retain"), "forget_auxiliary": str(checkpoints / "forget")}
+    both = write_bundle(
+        tmp_path / "both", target=str(checkpoints / "target"), ngram=ngrams, **pair, steering="linear:1"
+    )
+    assert main(["calibrate", str(both), *sets, "--sweep", "rank:5:1.5", "--write"]) == 2
+    assert "the scores of these n-grams differ by at most 1" in capsys.readouterr().err
+    assert str(DivergenceForCausalLM.from_pretrained(both).steering) == "linear:1"
