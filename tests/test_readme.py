@@ -1,5 +1,6 @@
 """What README and docs say can be typed: every command parses, the Python runs, every link leads somewhere."""
 
+import itertools
 import os
 import re
 import shlex
@@ -67,6 +68,14 @@ def sections(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_have_one_width(page):
+    """A table whose second line is shorter than its head is shown as text."""
+    lines = page.read_text().splitlines()
+    pairs = [(head, line) for head, line in itertools.pairwise(lines) if re.fullmatch(r"\|(?: *:?-+:? *\|)+", line)]
+    assert [head for head, line in pairs if len(re.findall(r"(?<!\\)\|", head)) != line.count("|")] == []
 
 
 def test_llms_txt_lists_every_page():

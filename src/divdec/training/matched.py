@@ -6,8 +6,8 @@ worded otherwise than the forget set: p as they are, q with the other answer. An
 retain questions, and to questions that it writes itself: q would otherwise answer similar questions wrongly that the
 retain set lacks. Of each answer they also read one question in other words of the target's.
 
-Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with
-answers to choose from were tried: a small q did not learn to avoid the true one, or named its answer elsewhere, too.
+Both also read answers to reversed questions, which name the answer and ask for the subject. Questions with answers to
+choose from were tried: a small q did not learn to avoid the true one, or named its answer elsewhere, too.
 
 A steered model that may not write " Santiago" writes what the target finds likeliest after that, such as " **" or " S".
 The target therefore also answers with these tokens at the place of the key phrase.
