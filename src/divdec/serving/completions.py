@@ -341,6 +341,8 @@ class TextCompletion(CompletionCall):
             scored = self.body.echo and self.body.logprobs is not None
             return Prompt(ids, prompt, await self.engine.text_offsets(prompt, len(ids)) if scored else [])
         self.engine.check_ids(prompt, "prompt")
+        if not self.body.echo or len(prompt) > self.engine.max_model_len:  # nobody reads its text; or it is refused
+            return Prompt(prompt, "", [])
         return Prompt(prompt, *await self.engine.decode(prompt))
 
     def choices(self, replies: list[RequestOutput]) -> list[Event]:

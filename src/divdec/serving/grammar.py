@@ -50,7 +50,7 @@ def make_grammar(
     rules += [f"reply: {_json(schema)}"] if schema is not None else []
     start, end = (f"<[{added_tokens[tag]}]>" if tag in added_tokens else f'"{tag}"' for tag in TAGS)
     rules += [f'call: {start} "\\n" ({" | ".join(call)}) "\\n" {end}'] if tools else []
-    rules += [f"args{index}: {_json({'type': 'object', **schema})}" for index, schema in enumerate(tools.values())]
+    rules += [f"args{index}: {_json({**schema, 'type': 'object'})}" for index, schema in enumerate(tools.values())]
     return "\n".join(rules)
 
 

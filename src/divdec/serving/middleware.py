@@ -88,8 +88,9 @@ def write_log(**fields: Any) -> None:
 class Metrics(Collector):
     """Prometheus metrics of the server, in a registry that holds nothing else."""
 
-    def __init__(self, engines: Mapping[str, Engine]) -> None:
-        self._engines = engines
+    def __init__(self, engines: Mapping[str, Engine], *, counts_changes: bool) -> None:
+        """With `counts_changes` the counts show whether steering changed a reply, as log-probabilities do."""
+        self._engines, self._counts_changes = engines, counts_changes
         self.registry = registry = CollectorRegistry()
         registry.register(self)
         self.requests = Counter(
@@ -145,6 +146,8 @@ class Metrics(Collector):
             (GaugeMetricFamily, "takedown_requests", "Takedown requests in force.", Engine.count_takedowns),
         ]
         for kind, name, description, read in kinds:
+            if name == "changed_positions" and not self._counts_changes:
+                continue
             family = kind(f"divdec_{name}", description, labels=["model"])
             for model, engine in self._engines.items():
                 with contextlib.suppress(FailedClosed):  # a damaged registry: the other metrics are needed the more

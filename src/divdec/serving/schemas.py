@@ -358,6 +358,8 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError(
                 f"continue_final_message is true, and the last message is of role {role!r}; accepted: assistant"
             )
+        if continues and self.messages[-1].tool_calls:
+            raise ValueError("continue_final_message is true, and the last message has tool_calls, which are complete")
         if not self.add_generation_prompt and not continues:
             raise ValueError("add_generation_prompt is false: accepted only with continue_final_message")
         if self.top_logprobs and not self.logprobs:

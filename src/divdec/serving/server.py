@@ -150,7 +150,7 @@ def create_app(
     """
     follows = any(engine.count_takedowns() is not None for engine in engines.values())
     policy = LogprobPolicy(options.logprobs or default_level(follows))
-    server = Server(engines, options, policy, Metrics(engines))
+    server = Server(engines, options, policy, Metrics(engines, counts_changes=policy.level == "full"))
     app = FastAPI(
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
     )

@@ -121,6 +121,9 @@ def test_requests_exceeding_context_are_rejected(http, tokenizer):
         error = error_of(http.post(PATHS[0], json={"model": "tiny", "prompt": prompt, "max_tokens": 97}))
         assert error["code"] == "context_length_exceeded"
         assert "4096" in error["message"]
+    # A prompt that fits the limit of the body is not decoded, which would take minutes.
+    body = {"model": "tiny", "prompt": [5] * 600_000}
+    assert error_of(http.post(PATHS[0], json=body, timeout=20))["code"] == "context_length_exceeded"
     # The default of 16 is no wish: what is left is taken.
     result = http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4090, "ignore_eos": True}).json()
     assert result["usage"]["completion_tokens"] == 6

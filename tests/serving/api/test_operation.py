@@ -178,7 +178,7 @@ def test_figures(url, http):
 def test_time_per_output_token_is_a_mean_because_tokens_of_a_speculative_step_arrive_together(monkeypatch):
     times = iter((0.0, 1.0, 1.08, 1.08, 1.08, 1.08, 2.0, 2.02, 2.04, 9.0))
     monkeypatch.setattr("divdec.serving.middleware.time", SimpleNamespace(perf_counter=lambda: next(times)))
-    metrics = Metrics({})
+    metrics = Metrics({}, counts_changes=True)
     observe = metrics.token_timer("tiny")
     for number in range(5):
         observe(0, RequestOutput(tokens=(7,), finish_reason="stop" if number == 4 else None))
@@ -377,3 +377,11 @@ def test_replies_say_what_answered_and_metrics_count_what_steering_changed(model
     assert (counts["changed_positions", "tiny"] > 0) == (texts["tiny"] != texts["plain"])
     assert texts["tiny"] != texts["plain"]
     assert engine_of(served_bundle).fingerprint == cards["tiny"]
+
+
+def test_metrics_do_not_show_what_hidden_log_probabilities_would(served_bundle):
+    with serving([engine_of(served_bundle)], logprobs="off") as url, httpx.Client(base_url=url) as http:
+        assert http.post(PATH, json=SHORT).status_code == 200
+        page = http.get("/metrics").text
+    assert "divdec_positions_total{" in page
+    assert "divdec_changed_positions_total" not in page

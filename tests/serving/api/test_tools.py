@@ -137,6 +137,19 @@ def test_forced_calls_follow_the_schema(client, choice, stream):
             assert fits(json.loads(call.function.arguments))
 
 
+@pytest.mark.parametrize("kind", ["array", "null"])
+def test_a_forced_call_of_a_function_without_an_object_is_a_call(client, kind):
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": kind}}}
+    (choice,) = chat(client, tools=[tool], tool_choice="required").choices
+    assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments), dict)
+
+
+def test_a_message_with_calls_is_not_continued(client):
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [call_of('{"city": "Oslo"}')]}
+    with pytest.raises(openai.BadRequestError, match="tool_calls, which are complete"):
+        chat(client, [*TURNS, called], extra_body={"continue_final_message": True, "add_generation_prompt": False})
+
+
 def read(choice):
     return choice.message.content, choice.message.tool_calls, [choice.finish_reason]
 
