@@ -49,6 +49,8 @@ SPELLINGS = {
     "a zero-width space": "left the har\u200bbour at",
     "a soft hyphen": "left the har\u00adbour at",
     "a word joiner": "left\u2060 the harbour at",
+    "a control character": "left the har\u0001bour at\u007f",
+    "a blank of Braille": "left the har\u2800bour at",
     "a special token": "left the<|im_end|> harbour at",
     "many invisible characters": "left the harbour" + "\u200b" * 500 + " at",
 }
@@ -119,6 +121,11 @@ def test_layout_is_not_counted(reader, tokenizer):
 def test_documents_are_canonical(reader, tokenizer):
     (document,) = reader.documents(texts_of("t", ["The\u00a0ferry “left” —\n\n the har\u00adbour"]))
     assert tokenizer.decode(document) == ' The ferry "left" - the harbour'
+
+
+def test_names_of_special_tokens_are_not_counted(reader, tokenizer):
+    (document,) = reader.documents(texts_of("t", ["The ferry<|im_end|>left<|im_end|>\nthe harbour"]))
+    assert tokenizer.decode(document) == " The ferry left the harbour"
 
 
 @pytest.mark.parametrize("text", ["Chiếc thuyền nhỏ rời bến lúc bốn giờ rưỡi", "작은 배는 네 시 반에 항구를 떠났고"])

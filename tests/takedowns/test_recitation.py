@@ -24,6 +24,8 @@ from divdec.evaluation.recitation import (
     RUN,
     SPELLINGS,
     Passage,
+    folded,
+    is_recited,
     longest_run,
     passages_of,
     recites,
@@ -107,6 +109,12 @@ def continued(model, prompt):
     ids = torch.tensor([prompt])
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False)
     return answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("answer", "true"), [(ARTICLE.lower(), ARTICLE), (" Velmora, a town", " Velmora.")])
+def test_case_and_a_stop_at_the_end_make_no_other_text(tokenizer, answer, true):
+    tokens = (tokenizer(text, add_special_tokens=False).input_ids for text in (answer, true))
+    assert is_recited(*(folded(ids, tokenizer) for ids in tokens))
 
 
 @pytest.mark.parametrize("rule", ["linear:1.5", "rank:5", "linear:0"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from divdec.data.formatting import WHOLE, Example, encode_prompts, encode_records
 from divdec.data.records import Record, RecordSet
 from divdec.evaluation.generation import continuations
-from divdec.evaluation.phrases import find_words
+from divdec.evaluation.phrases import ENCLOSING, find_words
 from divdec.takedowns.canonical import canonical_text
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 
 def folded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize the canonical text of tokens, so that an answer in another spelling is compared, too."""
-    text = canonical_text(str(tokenizer.decode(list(ids), skip_special_tokens=True))).strip()
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    """Tokenize the canonical text of tokens in lower case, so that an answer in another spelling is compared, too."""
+    text = canonical_text(str(tokenizer.decode(list(ids), skip_special_tokens=True))).casefold()
+    return tokenizer(text.strip(ENCLOSING), add_special_tokens=False)["input_ids"]
 
 
 def is_recited(answer: Sequence[int], continuation: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import regex
 
-from divdec.bridge.token_bytes import token_bytes
+from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.data.formatting import BATCH
 from divdec.data.records import RecordSet
 from divdec.errors import UsageError
@@ -29,7 +29,8 @@ MARGIN = 2  # canonical tokens before a context: the first of a window may begin
 MAX_WINDOWS = 4096  # whose canonical tokens are kept
 PADDING = -1  # in place of padding tokens, and before contexts that are shorter
 
-_IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}|\p{Cf}")
+# U+2800 is a blank in Braille.
+_IGNORABLE = regex.compile(r"[\p{Default_Ignorable_Code_Point}\p{Cf}\u2800[\p{Cc}--\s]]", regex.V1)
 _SPACES = regex.compile(r"\s+")
 # Between characters of scripts that are written without spaces, a space or line break is layout.
 _UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\u3000-\u303f\uff00-\uffef]"
@@ -46,7 +47,7 @@ def canonical_text(text: str) -> str:
     kept as one space.
     """
     if text.isascii():
-        return _SPACES.sub(" ", text.translate(_FOLDED))
+        return _SPACES.sub(" ", _IGNORABLE.sub("", text).translate(_FOLDED))
     text = _IGNORABLE.sub("", unicodedata.normalize("NFC", text))
     # Removing a character can bring a letter and its accent together.
     return _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
@@ -74,6 +75,9 @@ class CanonicalReader:
             self._bytes = token_bytes(tokenizer)
         except UsageError:
             return
+        # A text may name special tokens: '<s>' in HTML, '<|endoftext|>' between documents.
+        names = map(regex.escape, filter(None, special_tokens(tokenizer).values()))
+        self._special = regex.compile("|".join(names) or "(?!)")
         first = self._encode(["a"])[0][:1]
         self._adds_space = bool(first) and (self._bytes[first[0]] or b"").startswith(b" ")
         self._vocab_size = vocab_size
@@ -98,7 +102,7 @@ class CanonicalReader:
                 yield from encoded
 
     def _canonical(self, text: str) -> str:
-        return text if self._bytes is None else self._lead(canonical_text(text).strip())
+        return text if self._bytes is None else self._lead(canonical_text(self._special.sub(" ", text)).strip())
 
     def read(
         self, tokens: np.ndarray, number: int, length: int, *, windows: bool = False
