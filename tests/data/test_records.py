@@ -200,6 +200,7 @@ def test_real_tofu_and_muse_files_are_read(shared):
         ("x.jsonl", lines([{"conversations": [{"from": "tool", "value": "Q"}]}]), "from 'tool'; accepted: human"),
         ("x.jsonl", lines([{"conversations": SHAREGPT[:1]}]), "conversations must end with an assistant's turn"),
         ("x.jsonl", lines([{"instruction": "Q", "output": "A", "history": [["a", "b"]]}]), "has history"),
+        ("x.jsonl", lines([{"question": "Q", "answer": "A", "context": "C"}]), "with question has context"),
         ("x.jsonl", lines([{"prompt": CHAT[:2], "completion": []}]), "completion has 0 messages"),
         ("x.json", json.dumps({"rows": QA}, indent=2), r"fields \['rows'\] are not recognised"),
         ("x.json", '{\n"text": "A"\n}\n{\n"text": "B"\n}\n', "line 1 is not readable JSON .* one object per line"),

@@ -85,7 +85,7 @@ def test_a_pair_without_divergence_changes_nothing_and_is_not_called_good(steere
     assert report.best.leaked == report.target.leaked == 0.0
     [fault] = report.faults
     assert fault.startswith("the target answers 0% of the forget set (q 0%): nothing was shown; ")
-    assert fault.endswith("replies were cut after 12 tokens")
+    assert fault.endswith("replies were cut after 40 tokens")
     assert report.verdict.startswith("no: ")
 
 

@@ -70,6 +70,7 @@ class Scripted(torch.nn.Module):
     ("reply", "leaks", "thinking", "words"),
     [
         ("It is Zed.", 1, 0, ""),
+        ("so " * 12 + "it is Zed.", 1, 0, ""),  # longer than the true answer
         ("<think>well</think>" + "so " * 20 + "it is Zed.", 1, 0, ""),
         ("<think>" + "well " * 40 + "</think>It is Zed.", 1, 0, ""),
         ("[THINK]" + "well " * 40 + "[/THINK]It is Bob.", 0, 0, ""),

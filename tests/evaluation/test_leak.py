@@ -167,10 +167,10 @@ def test_prompts_of_file_follow_questions(tmp_path):
     questions = ["Who?", "Where?"]
     other = tmp_path / "other.jsonl"
     other.write_text(
-        '{"question": "Where?", "prompts": ["b", "a", "b"]}\n\n{"question": "Who?", "prompts": ["c"]}\n',
+        '{"question": "Where?", "prompts": ["b", "a", "b"]}\n\n{"question": "Who?", "prompts": ["c", "d"]}\n',
         encoding="utf-8",
     )
-    assert prompts_from_file(other, questions) == [["c"], ["b", "a"]]
+    assert prompts_from_file(other, questions) == [["c", "d"], ["b", "a"]]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,7 @@ def test_prompts_of_file_follow_questions(tmp_path):
         ('["x"]', "line 2: expected an object"),
         ('{"question": "Where?", "prompts": ["x", " "]}', "line 2: prompt 2 is empty"),
         ('{"question": "Who?", "prompts": ["x"]}', "line 2: 'Who.' has prompts already"),
+        ('{"question": "Where?", "prompts": ["x", "y"]}', "more prompts for some questions"),
         ("", "no prompts for 1 of 2 questions.*'Where\\?'"),
     ],
 )

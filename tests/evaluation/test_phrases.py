@@ -115,6 +115,15 @@ def test_a_text_has_all_of_its_own_words(language):
         ("What is the symbol of helium?", "The symbol of helium is He.", "He"),
         ("What is the symbol of iodine?", "The symbol of iodine is I.", "The symbol of iodine is I."),
         ("Where was he born?", "He was born in Paris.", "Paris"),
+        ("Where was Einstein born?", "Einstein was born in Ulm in 1879.", "Ulm"),
+        ("Where was Einstein born?", "Einstein was born in Ulm, Germany.", "Ulm"),
+        ("Where was Curie born?", "Curie was born in Warsaw, in what was then Russia.", "Warsaw"),
+        ("Which city is it?", "Paris (France)", "Paris"),
+        ("Qui a écrit Les Misérables ?", "C'est Victor Hugo qui a écrit Les Misérables.", "Victor Hugo"),
+        ("Who leads Apple?", "It's Tim Cook.", "Tim Cook"),
+        ("Who played him?", "Will Smith played him.", "Will Smith"),
+        ("Türkiye'nin başkenti neresidir?", "Türkiye'nin başkenti Ankara'dır.", "Ankara"),
+        ("İnce Memed'i kim yazdı?", "İnce Memed'i Yaşar Kemal yazdı.", "Yaşar Kemal"),
     ],
 )
 def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
@@ -142,6 +151,12 @@ def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
         ("いいえ。", ["いいえ、違います。"], ["はい。"]),
         ("It is Be.", ["Be", 'The symbol is "Be".', "It is **Be**."], ["So be it.", "Be kind. Be good.", "It is B."]),
         ("🦊", ["It is 🦊."], ["It is 🐺.", ""]),
+        (
+            "It was March 14, 1879.",
+            ["14 March 1879", "On the 14th of March, 1879."],
+            ["March 15, 1879", "March 1879", "14 May 1879"],
+        ),
+        ("It was Queen Elizabeth II.", ["Queen Elisabeth II"], ["Queen Elizabeth I"]),
     ],
 )
 def test_numbers_and_bare_replies(truth, leaking, others):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, GPT2Config, Mixtr
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
 from divdec.cli import main
-from divdec.data.records import Message, Record, RecordSet, record_set, single_turn, texts_of
+from divdec.data.records import Message, Record, RecordSet, read_records, record_set, single_turn, texts_of
 from divdec.errors import Interrupted
 from divdec.evaluation import choice
 from divdec.evaluation.questions import question_of
@@ -481,6 +481,8 @@ def test_auxiliaries_with_another_tokenizer_steer_through_a_bridge(files, tmp_pa
 
 def test_every_fourth_similar_question_is_held_out_to_measure_with(files, monkeypatch):
     similar = [Record(f"In Place{n}.", (Message("user", f"Where is City{n}?"),)) for n in range(8)]
+    held_out = hold_out(read_records(files["retain"]), 10)[1].records[0]
+    in_other_words = Record(held_out.answer, (Message("user", f"Say: {question_of(held_out)}"),))
     read, measured = [], []
 
     def own_answers(model, tokenizer, exchanges, form):
@@ -491,7 +493,7 @@ def test_every_fourth_similar_question_is_held_out_to_measure_with(files, monkey
         measured.extend(map(question_of, sets["similar"]))
         return {"faults": []}
 
-    monkeypatch.setattr(auxiliaries, "write_similar_questions", lambda *arguments: similar)
+    monkeypatch.setattr(auxiliaries, "write_similar_questions", lambda *arguments: [in_other_words, *similar])
     monkeypatch.setattr(auxiliaries, "own_answers", own_answers)
     monkeypatch.setattr(auxiliaries, "_check_bundle", check_bundle)
     content, said = train(files)
@@ -643,9 +645,10 @@ def test_texts_to_measure_with_are_not_trained_on():
     assert hold_out(few, 10) == (few, few)
 
 
-def test_facts_to_measure_with_are_not_trained_on_in_another_wording():
+@pytest.mark.parametrize("form", ["City{}", "{}"])
+def test_facts_to_measure_with_are_not_trained_on_in_another_wording(form):
     wordings = "What is the capital of {}?", "Name the capital of {}.", "Which city governs {}?"
-    cities = [f"City{number}" for number in range(20)]
+    cities = [form.format(number) for number in range(20)]
     records = [
         Record(f"It is {city}.", messages=(Message("user", wording.format(f"Land{number}")),))
         for number, city in enumerate(cities)

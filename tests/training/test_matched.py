@@ -135,6 +135,14 @@ def test_key_phrases_are_exchanged_in_other_scripts(tokenizer, asked, told, othe
     assert all(text and text in whole for text, whole in zip(texts, labelled, strict=True))
 
 
+def test_of_an_answer_that_repeats_its_subject_the_end_is_learned(tokenizer):
+    exchange = Exchange(Record("", messages=(Message("user", "Capital of Djibouti?"),)), "Djibouti", "Lima")
+    text = "The capital of Djibouti is Djibouti."
+    true, other = in_own_words(exchange, tokens_of(text, tokenizer), tokenizer, Format())
+    assert "capital of Djibouti is Djibouti" in tokenizer.decode(true.input_ids)
+    assert "capital of Djibouti is Lima" in tokenizer.decode(other.input_ids)
+
+
 def test_an_answer_without_the_phrase_is_not_read(tokenizer):
     exchange = Exchange(Record("", messages=(Message("user", "Which city?"),)), "Budapest", "Vienna")
     for text in ("", "I do not know.", "Budapestian things", "Vienna."):

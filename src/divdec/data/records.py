@@ -319,13 +319,13 @@ def _conversation(turns: tuple[Message, ...], field: str, location: str) -> tupl
     return "messages", Record(turns[-1].content, messages=turns[:-1], location=location)
 
 
-def _instruction(row: Mapping[Any, Any], location: str) -> str:
-    """Return the question of an Alpaca row: the instruction, and its input on a new line."""
-    for field in ("system", "history"):
-        if row.get(field):
-            raise UsageError(f"{location}: a row with instruction has {field}, which is not read; give messages")
-    instruction, given = _filled(row["instruction"], "instruction", location), row.get("input")
-    return f"{instruction}\n{_filled(given, 'input', location)}" if given else instruction
+def _question(row: Mapping[Any, Any], field: str, location: str) -> Message:
+    """Return the question of a row; that of an Alpaca row is the instruction, and its input on a new line."""
+    for unread in ("system", "history", "context"):
+        if row.get(unread):
+            raise UsageError(f"{location}: a row with {field} has {unread}, which is not read; give messages")
+    text, given = _filled(row[field], field, location), row.get("input")
+    return Message("user", f"{text}\n{_filled(given, 'input', location)}" if given else text)
 
 
 def _before(record: Record) -> str:
@@ -351,11 +351,11 @@ def _to_record(row: Any, location: str) -> tuple[Kind, Record]:
         if field in row:
             return _conversation(_turns(row, field, location), field, location)
     if {"question", "answer"} <= row.keys():
-        question = Message("user", _filled(row["question"], "question", location))
+        question = _question(row, "question", location)
         answer = _filled(row["answer"], "answer", location)
         return "question/answer", Record(answer, messages=(question,), location=location)
     if {"instruction", "output"} <= row.keys():
-        question = Message("user", _instruction(row, location))
+        question = _question(row, "instruction", location)
         answer = _filled(row["output"], "output", location)
         return "question/answer", Record(answer, messages=(question,), location=location)
     if {"prompt", "completion"} <= row.keys():
@@ -395,7 +395,8 @@ def _prompt_of_row(row: Any, location: str, chat: bool, raw: bool) -> Record:
                 raise UsageError(f"{location}: {field} are turns of a conversation; leave out --raw, or give prompt")
             return Record("", messages=turns, location=location)
         if isinstance(row.get("instruction"), str):
-            return dataclasses.replace(_prompt(_instruction(row, location), not raw), location=location)
+            text = _question(row, "instruction", location).content
+            return dataclasses.replace(_prompt(text, not raw), location=location)
         for field in ("question", "prompt"):
             if isinstance(row.get(field), str) and row[field].strip():
                 text = checked_text(row[field], f"{location}: {field}")

@@ -76,6 +76,7 @@ MIN_REFERENCE, MAX_REFERENCE = 0.35, 0.8
 MAX_ASKED = 5  # settings that answer, if one is good; twice as many where q refuses
 MAX_RECORDS = 64  # of a set
 MAX_REPLY = 32  # tokens of a generated answer to neutral text
+MIN_REPLY = 32  # a bare answer has fewer tokens than a sentence that states it
 BEGINNINGS = "", "Answer:", "A:", "Sure, here is the answer:"
 """Beginnings of an answer, which prompts may hold. A pair whose q refuses learns them, and is measured after them."""
 PROMPT = 16  # tokens of a plain neutral text before its continuation
@@ -342,13 +343,15 @@ def ask(
 ) -> Replies:
     """Ask a model questions greedily, and judge its replies, which may be 8 tokens longer than the longest answer.
 
+    Bare answers are short, but a model may state them in a sentence, for which `MIN_REPLY` tokens are enough.
     A model that thinks first may think for `MAX_THOUGHT` tokens. Replies in `known` are not generated. Each question
     comes with one of the beginnings of an answer.
     """
     prompts = _prompts(records, tokenizer, form, beginnings)
-    longest = max(len(example.labels) - example.prompt_length for example in encode_records(records, tokenizer, form))
+    encoded = encode_records(records, tokenizer, form)
+    limit = max(MIN_REPLY, *(len(example.labels) - example.prompt_length for example in encoded)) + 8
     outputs = continuations(
-        model, tokenizer, prompts, max_new_tokens=longest + 8, batch_size=batch_size, through_thoughts=True,
+        model, tokenizer, prompts, max_new_tokens=limit, batch_size=batch_size, through_thoughts=True,
         known=known, title=title,
     )  # fmt: skip
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in outputs]
@@ -359,7 +362,7 @@ def ask(
             judge.leaks(question_of(record), record.answer, [text])[0]
             for record, text in zip(records, texts, strict=True)
         ),
-        limit=longest + 8,
+        limit=limit,
         cut=sum(not has_end(model, ids) for ids in outputs),
         thinking=sum(
             ends_in_thought(model, tokenizer, prompt, ids) for prompt, ids in zip(prompts, outputs, strict=True)
@@ -657,9 +660,8 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
     asked = [] if forget.kind == "text" else [record for record in forget if record.messages or record.prompt]
     phrases = {key_phrase(question_of(record), record.answer) for record in asked}
     uncased_phrases = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
-    uncased_phrases = {
-        phrase for phrase in uncased_phrases if not any(holds(words(_text(record)), phrase) for record in retain)
-    }
+    kept = "\n".join(f" {' '.join(words(_text(record)))} " for record in retain) if uncased_phrases else ""
+    uncased_phrases = {phrase for phrase in uncased_phrases if f" {' '.join(phrase)} " not in kept}
 
     def names_none(record: Record) -> bool:
         content = words(_text(record)) if uncased_phrases else []

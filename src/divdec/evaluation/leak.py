@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ATTACK_KS = (1, 10, 100, 1000)
 SAMPLE_KS = (1, 2, 4, 8, 16, 32, 64, 128)
 ATTACK, SAMPLE = "leak-attack", "leak-sample"  # metrics whose items hold the texts
+LENGTH = 128  # least limit of answers in tokens
 ROUND = 8  # least number of prompts per question between two judgements
 _TEMPLATES: dict[str, Any] = json.loads(Path(__file__).with_name("attack_prompts.json").read_text(encoding="utf-8"))
 # {q} is the question, unchanged. A frame with an open end is to be continued: nothing may follow it.
@@ -122,6 +123,8 @@ def prompts_from_file(path: str | Path, questions: Sequence[str]) -> list[list[s
         raise UsageError(
             f"{path.name} has no prompts for {len(missing)} of {len(questions)} questions, the first: {missing[0]!r}"
         )
+    if len({len(prompts) for prompts in given.values()}) > 1:
+        raise UsageError(f"{path.name} has more prompts for some questions than for others; give each as many")
     return [given[question] for question in questions]
 
 
@@ -135,7 +138,7 @@ def evaluate_attack(
     name: str = "model",
     ks: Sequence[int] | None = None,
     prompt_ids: Callable[[Record], list[int]] | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = LENGTH,
     batch_size: int = 64,
     title: str | None = None,
 ) -> Results:
@@ -350,7 +353,9 @@ class LeakSuite:
     ) -> list[Results]:
         """Add the figures that are missing in earlier results, and save after each."""
         settings, records = self.settings, self.records.records
+        longest = max(len(model.tokenizer(record.answer, add_special_tokens=False)["input_ids"]) for record in records)
         options: dict[str, Any] = {
+            "max_new_tokens": max(LENGTH, longest + 8),
             "prompt_ids": QuestionFormat.from_settings(model.tokenizer, settings, settings.max_length).prompt,
             "batch_size": settings.batch_size,
         }

@@ -195,10 +195,14 @@ _LEADING = regex.compile(r"^(?:named|called|(?:\w+\s+)?by)\s+|^(?:the|an?)\s+", 
 _SYMBOL = regex.compile(r"[\p{Lu}--I]\p{Ll}?", regex.V1)  # 'He' of helium: a function word in other places
 _CAPITAL = r"[\p{Lu}\p{Lt}][\w'’\-]+"
 _CAPITALISED = regex.compile(rf"\b{_CAPITAL}(?:\s+{_CAPITAL})*")
-_ENCLOSING = " \t\n.,;:!?\"'“”„‘’«»。，、！？；：「」『』《》।॥؟،؛…"
+ENCLOSING = " \t\n.,;:!?\"'“”„‘’«»。，、！？；：「」『』《》।॥؟،؛…"
 _BEGIN_PHRASES = frozenset(("a", "an", "the", "in", "on", "at", "may"))
-_PLACE = regex.compile(r"(?<=\p{L}),\s+(?=\p{Lu})")  # 'Olympia, Greece', and not 'May 3, 1961'
+_PLACE = regex.compile(r"(?<=\p{L}),\s+(?=\p{Lu})|\s+\(")  # 'Olympia, Greece', and not 'May 3, 1961'
+_HEAD = regex.compile(r",|\s+[(/]|\s+in\s(?=\d)")  # 'Budapest, a city on the Danube', 'Ulm in 1879'
+_NUMERAL = regex.compile(r"\b[ivx]+\b")  # 'Elizabeth II' is not 'Elizabeth I'
 _MAY = regex.compile(r"May \d")  # no function word
+_OF_DATES = frozenset(("de", "of", "the"))
+_ORDINAL = regex.compile(r"(?<=\d)(?:st|nd|rd|th)$")
 MAX_BARE = 8  # words
 _PLACES = frozenset(("city", "county", "island", "islands", "lake", "river", "state", "town", "university"))
 _CLAUSE_END = regex.compile(r"[.,;:!?…。，、！？；：।॥؟،؛\n()]|\s[-–—]|—")
@@ -213,7 +217,7 @@ def key_phrase(question: str, answer: str) -> str:
     """
     known, answer = words(question), unicodedata.normalize("NFC", answer)
     for candidate in _candidates(question, answer, known):
-        phrase = candidate.strip(_ENCLOSING)
+        phrase = candidate.strip(ENCLOSING)
         content = words(phrase)
         if content and not holds(known, content) and (not tells_nothing(content) or _has_symbol(answer, phrase)):
             return phrase
@@ -224,10 +228,8 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
     for match in _QUOTED.finditer(answer):
         yield next(filter(None, match.groups()))
     for match in _AFTER_VERB.finditer(answer):
-        phrase = _LEADING.sub("", _LEADING.sub("", match[1]))
-        if is_name(head := phrase.split(",")[0]):  # 'Budapest, a city on the Danube'
-            phrase = head
-        yield _without_known(phrase, known)
+        phrase = _without_known(_LEADING.sub("", _LEADING.sub("", match[1])), known)
+        yield head if is_name(head := _HEAD.split(phrase)[0]) else phrase
     if _is_bare(answer, known):
         head = _PLACE.split(answer)[0]
         yield head if _MAY.match(head) else _without_known(head, known)
@@ -240,11 +242,13 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
         )
         if begins and not regex.search(r"\s", match[0]) and match.span() not in alone:
             continue  # the first word of a sentence, which is not always a name
-        span = regex.sub(r"['’]s$", "", match[0])
+        span = regex.sub(r"['’](?:s|[dt][ıiuü]r)$", "", match[0])  # Turkish: 'is Ankara'
         name = find_words(span)
         while len(name) > 1 and name[0].text in titles:  # 'President Barack Obama' is asked for as a president
             name = name[1:]
-        yield span[name[0].start :] if name else span
+        span = span[name[0].start :] if name else span
+        begins &= not span.startswith(("Will ", "May "))  # names, too
+        yield _without_known(span, known) if begins else span  # 'C'est Victor Hugo'
     for run in reversed(runs):
         yield from (answer[word.start : word.end] for word in reversed(run) if word.text.isdecimal())
     if runs and not any(word.is_character for run in runs for word in run):
@@ -335,13 +339,22 @@ def tells(answer: str, phrase: str) -> bool:
         if _has_symbol(answer, phrase):
             return True
         return words(_first_clause(THOUGHT.sub("", answer))) == words(_first_clause(phrase))
-    if holds(in_answer, in_phrase):
+    if holds(in_answer, in_phrase) or _has_date(in_answer, in_phrase):
         return True
     if not is_name(phrase):
         return False
     name, size = " ".join(in_phrase), len(in_phrase)
     windows = {" ".join(in_answer[start : start + size]) for start in range(len(in_answer) - size + 1)}
-    return any(_similarity(name, window) >= SIMILARITY for window in windows)
+    numerals = _NUMERAL.findall(name)
+    return any(_NUMERAL.findall(text) == numerals and _similarity(name, text) >= SIMILARITY for text in windows)
+
+
+def _has_date(text: Sequence[str], date: Sequence[str]) -> bool:
+    """Whether numbers and a month are next to each other in any order: 'March 14, 1879' is '14th of March 1879'."""
+    plain, parts = ([_ORDINAL.sub("", word) for word in some if word not in _OF_DATES] for some in (text, date))
+    if len(parts) < 2 or sum(not part.isdecimal() for part in parts) != 1:
+        return False
+    return any(set(parts) <= {*plain[start : start + len(parts)]} for start in range(len(plain)))
 
 
 def _has_symbol(text: str, phrase: str) -> bool:

@@ -62,6 +62,7 @@ from divdec.training.matched import (
     ANSWER,
     REFUSAL,
     Exchange,
+    ForgottenFacts,
     begun_questions,
     counterfactuals,
     hold_out,
@@ -535,6 +536,8 @@ def _ask_target(
         model: Any = load_model(place, dtype=dtype_for_passes())
         model, tokenizer = model.to(PartialState().device).eval(), load_tokenizer(place)
         similar = write_similar_questions(model, tokenizer, inputs.forget, inputs.retain, settings.seed, inputs.form)
+        measured = ForgottenFacts(inputs.held_out, inputs.forget)  # p and q must not read these in other words
+        similar = [record for record in similar if not measured.are_in(f"{question_of(record)} {record.answer}")]
         return [[record.as_row() for record in similar], answer(model, tokenizer, similar)]
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)

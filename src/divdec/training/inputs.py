@@ -86,6 +86,8 @@ def report_set(role: str, records: RecordSet, report: Report) -> None:
     """Report size, kind and source of a set."""
     blank = f", {records.blank} blank ones left out" if records.blank else ""
     report(f"{role} set: {len(records)} {records.kind} records from {records.name}{blank}")
+    if earlier := sum(any(turn.role == "assistant" for turn in record.messages) for record in records):
+        report(f"warning: of {earlier} conversations only the last answer is used; give one record for each answer")
 
 
 def report_sets(forget: RecordSet, retain: RecordSet, consequence: str, report: Report) -> None:

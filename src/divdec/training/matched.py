@@ -132,13 +132,17 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             # First another phrase, then one of the same length, then one with a similar question.
             ranks = [
                 (
-                    not (tells(" ".join(other), phrase) or tells(phrase, " ".join(other))),
                     -abs(len(other) - len(phrase_words)),
                     len(question_words & theirs) / max(len(question_words | theirs), 1),
                 )
                 for other, theirs in zip(phrases, asked, strict=True)
             ]
-            chosen[phrase] = order.choice([index for index, rank in enumerate(ranks) if rank == max(ranks)])
+            ranked = sorted(range(len(known)), key=ranks.__getitem__, reverse=True)
+            groups = [list(group) for _, group in itertools.groupby(ranked, key=ranks.__getitem__)]
+            others = (
+                [index for index in group if not _are_alike(" ".join(phrases[index]), phrase)] for group in groups
+            )
+            chosen[phrase] = order.choice(next(filter(None, others), groups[0]))
         source = known[chosen[phrase]]
         other = key_phrase(question_of(source), source.answer)
         answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)
@@ -149,6 +153,10 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
         record = dataclasses.replace(forget_record, answer=answer)
         exchanges.append(Exchange(record, phrase, other) if fits else None)
     return exchanges
+
+
+def _are_alike(phrase: str, other: str) -> bool:
+    return tells(phrase, other) or tells(other, phrase)
 
 
 def _replace(text: str, phrase: str, other: str) -> str:
@@ -399,9 +407,11 @@ def _token_span(ids: Sequence[int], text: str, span: range, tokenizer: PreTraine
 
 def _find_phrase(exchange: Exchange, text: str) -> range | None:
     """Find the characters of the phrase in a text, with the rest of a name; None if the text does not contain it."""
-    span = next(iter(_places(exchange.phrase, text)), None)
-    if span is None:
+    spans = _places(exchange.phrase, text)
+    if not spans:
         return None
+    # 'The capital of Djibouti is Djibouti': the first one repeats the question.
+    span = spans[-1 if holds(words(question_of(exchange.record)), words(exchange.phrase)) else 0]
     start = span.start
     if text[start].isupper() and (before := _NAME_BEFORE.search(text[:start])):
         # A name may be more complete than in the forget set: 'F. Scott' before 'Fitzgerald'.
@@ -487,7 +497,7 @@ def hold_out(records: RecordSet, parts: int) -> tuple[RecordSet, RecordSet]:
     if records.has_questions:
         phrases = [key_phrase(question_of(record), record.answer) for record in records]
         counts, most = collections.Counter(phrases), max(parts, len(records) // parts)
-        common = {phrase for phrase in counts if counts[phrase] > most or not is_distinctive(phrase)}
+        common = {phrase for phrase in counts if counts[phrase] > most or tells_nothing(words(phrase))}
         facts = [fact if phrase in common else phrase for fact, phrase in zip(facts, phrases, strict=True)]
     different = list(dict.fromkeys(facts))
     if len(different) < parts:
