@@ -173,8 +173,8 @@ def test_metrics_of_dashboard_and_alerts_exist(served_bundle, tmp_path):
 
     (tmp_path / "retain.txt").write_text("The cat sat on the mat. " * 20)
     Registry.create(tmp_path / "takedowns", read_records(str(tmp_path / "retain.txt")), served_bundle.parent / "target")
-    settings = ServeSettings(registry=str(tmp_path / "takedowns"))
-    with serving([build_engine("tiny", str(served_bundle), settings)]) as url:
+    settings = ServeSettings(registry=str(tmp_path / "takedowns"), logprobs="full")
+    with serving([build_engine("tiny", str(served_bundle), settings)], logprobs="full") as url:
         body = {"model": "tiny", "prompt": "The", "max_tokens": 3, "temperature": 0}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
         page = httpx.get(f"{url}/metrics").text

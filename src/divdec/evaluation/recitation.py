@@ -115,7 +115,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 def folded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize the canonical text of tokens in lower case, so that an answer in another spelling is compared, too."""
     text = canonical_text(str(tokenizer.decode(list(ids), skip_special_tokens=True))).casefold()
-    return tokenizer(text.strip(ENCLOSING), add_special_tokens=False)["input_ids"]
+    return tokenizer(text.strip(ENCLOSING) or text.strip(), add_special_tokens=False)["input_ids"]
 
 
 def is_recited(answer: Sequence[int], continuation: Sequence[int]) -> bool:

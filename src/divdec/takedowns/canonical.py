@@ -75,8 +75,9 @@ class CanonicalReader:
             self._bytes = token_bytes(tokenizer)
         except UsageError:
             return
-        # A text may name special tokens: '<s>' in HTML, '<|endoftext|>' between documents.
-        names = map(regex.escape, filter(None, special_tokens(tokenizer).values()))
+        # A text may name special tokens: '<s>' in HTML, '<|endoftext|>' between documents. Those beyond the logits,
+        # which no measurement can read, are refused later.
+        names = [regex.escape(name) for token, name in special_tokens(tokenizer).items() if name and token < vocab_size]
         self._special = regex.compile("|".join(names) or "(?!)")
         first = self._encode(["a"])[0][:1]
         self._adds_space = bool(first) and (self._bytes[first[0]] or b"").startswith(b" ")
