@@ -5,6 +5,7 @@ import json
 import statistics
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -29,7 +30,8 @@ from divdec.evaluation.leak import (
     template_prompts,
 )
 from divdec.evaluation.phrases import FUNCTION_WORDS, holds, is_name, key_phrase, tells, words
-from divdec.evaluation.results import read_results, write_results
+from divdec.evaluation.results import Results, read_results, write_results
+from divdec.evaluation.settings import LeakSettings
 from divdec.training.fine_tuning import fine_tune
 from divdec.training.settings import TrainingSettings
 from divdec_research.world.models import Shape, new_model
@@ -557,6 +559,24 @@ def test_attack_uses_custom_prompt_layout(trained, tokenizer):
     assert seen == [Record("He is Ana Moss.", prompt="Say it.")]
     with pytest.raises(UsageError, match="a plain text asks nothing"):
         evaluate_attack(trained[0], tokenizer, [Record("A text.")], [["Say it."]], StringJudge())
+
+
+def test_the_suite_reads_answers_to_the_length_of_the_true_ones(tokenizer, tmp_path, monkeypatch):
+    lengths = []
+
+    def evaluate(*arguments, max_new_tokens, **options):
+        lengths.append(max_new_tokens)
+        return Results("", "leak", about={})
+
+    monkeypatch.setattr(leak, "evaluate_attack", evaluate)
+    for number, answer in enumerate(("short", "very " * 300 + "long")):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps({"question": "Who?", "answer": answer}))
+        suite = leak.LeakSuite.read(LeakSettings(models=[], data=str(path), output="unused"))
+        model = SimpleNamespace(tokenizer=tokenizer, settings=[None], under=lambda setting: None)
+        suite.evaluate(model, [Results("", "leak", about={})], lambda results: None)
+    assert lengths[0] == leak.LENGTH
+    assert lengths[1] == len(tokenizer(answer, add_special_tokens=False).input_ids) + 8 > leak.LENGTH
 
 
 def test_questions_without_prompts_are_rejected(trained, tokenizer, asked):

@@ -20,6 +20,7 @@ from divdec.runs import RunFolder
 from divdec.training import auxiliaries
 from divdec.training.auxiliaries import LEARNED, STEP, train_auxiliaries
 from divdec.training.fine_tuning import why_no_pair
+from divdec.training.inputs import report_set
 from divdec.training.matched import hold_out
 from divdec.training.settings import AuxiliarySettings, TrainingSettings
 from support.exactness import assert_close
@@ -633,6 +634,15 @@ class TestDefaults:
         with pytest.raises(UsageError, match="not by adapters"):
             train(files | {"lora_rank": 4, "adapters": False})
         assert not Path(files["output"]).exists()
+
+
+def test_unused_answers_of_conversations_are_reported():
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    lines = []
+    for some in (turns[:2], turns):
+        report_set("forget", record_set("f", [("1", {"messages": some})]), lines.append)
+    assert len(lines) == 3
+    assert "of 1 conversations only the last answer is used" in lines[2]
 
 
 def test_texts_to_measure_with_are_not_trained_on():
