@@ -221,6 +221,20 @@ def test_smallest_margin_that_keeps_other_answers_is_chosen(steered, tokenizer, 
     assert report.best.steering == settings[-1 if answered == 20 else 0]
 
 
+def test_a_larger_margin_that_leaves_no_answer_is_chosen(steered, tokenizer, sets, monkeypatch):
+    def recites(model, tokenizer, passages):
+        first = model is steered and model.steering.margin == 1.0
+        return [first or model is steered.target, *[model is steered.target] * 39]
+
+    monkeypatch.setattr(choice, "recites", recites)
+    monkeypatch.setattr(choice._GreedyAnswers, "_passages", lambda self, tokenizer: [None] * 40)
+    settings = [Steering(alpha=1e-6, margin=margin) for margin in (4.0, 2.0, 1.0)]
+    report = choose_rule(steered, tokenizer, sets, settings, min_retain=0.0)
+    leaks = {row.steering.margin: row.leaked for row in report.settings}
+    assert leaks == {4.0: None, 2.0: 0.0, 1.0: 0.025}  # none is asked beyond the first that leaves no answer
+    assert report.best.steering.margin == 2.0
+
+
 def test_other_settings_are_asked_where_none_of_the_most_forgetful_is_good(steered, tokenizer, sets, monkeypatch):
     """Three forms of one margin may all damage answers; a milder rule keeps them."""
     similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "There.") for n in range(20)))

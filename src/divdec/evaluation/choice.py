@@ -429,7 +429,7 @@ def choose_rule(
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
     Without a holdout set the best setting has fewest faults (`Effects.faults`), and of these it answers least of the
-    forget set; of those that answer little and keep `MIN_KEPT` of the other answers, it has the smallest margin. With a
+    forget set; of those that answer equally little and keep `MIN_KEPT` of the others, it has the smallest margin. With a
     holdout set it is the one nearest to q that answers no more than q does.
 
     Args:
@@ -511,7 +511,7 @@ def choose_rule(
         if reference and not row.shows_more_than(guessed):
             break  # the others are farther from q
         faultless = target.shows_more_than(guessed) and not row.faults(target, guessed, min_retain)
-        if not reference and faultless and (row.leaked or 0.0) <= MAX_LEAKED and row.kept >= MIN_KEPT:
+        if not reference and faultless and (row.leaked or 0.0) <= guessed and row.kept >= MIN_KEPT:
             break  # the others have larger margins
         enough = enough or faultless
     if reference:
@@ -524,6 +524,7 @@ def choose_rule(
                 # What little a good setting may answer is no reason to change more other answers.
                 max(row.leaked or 0.0, MAX_LEAKED),
                 -min(row.kept, MIN_KEPT),
+                row.leaked or 0.0,
                 _by_margin(row),
                 row.forget,
             ),
