@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError, first_line
-from divdec.runs import file_sha256, read_json, write_json
+from divdec.runs import file_sha256, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -197,12 +197,6 @@ def adapter_base(folder: Path) -> str:
     if not isinstance(name, str) or not name:
         raise UsageError(f"{folder / 'adapter_config.json'} names no base_model_name_or_path; write the base there")
     return name
-
-
-def write_adapter_base(folder: Path, base: str) -> None:
-    """Name the base in an adapter's configuration."""
-    config = read_json(folder / "adapter_config.json")
-    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": base})
 
 
 def portable_adapter_config(folder: Path, base: CheckpointReference) -> str:

@@ -24,14 +24,5 @@ def require(extra: str, feature: str) -> None:
     Raises:
         UsageError: names the feature that needs it and the command that installs it.
     """
-    require_modules(EXTRAS[extra], feature, f"divdec[{extra}]")
-
-
-def require_modules(names: Sequence[str], feature: str, distribution: str) -> None:
-    """Check that modules are installed.
-
-    Raises:
-        UsageError: names the feature that needs them and the distribution that installs them.
-    """
-    if modules := missing(names):
-        raise UsageError(f"{feature} needs {' and '.join(modules)}: pip install '{distribution}'")
+    if modules := missing(EXTRAS[extra]):
+        raise UsageError(f"{feature} needs {' and '.join(modules)}: pip install 'divdec[{extra}]'")

@@ -479,17 +479,11 @@ def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) ->
         )
 
 
-def check_output_file(file: Path, overwrite: bool, ours: Callable[[Path], bool] = lambda file: True) -> None:
-    """Refuse an output file that would replace another, or that cannot be written.
-
-    Args:
-        file: path of the result.
-        overwrite: whether an existing file may be replaced.
-        ours: which existing files may be replaced; by default all.
+def check_output_file(file: Path, overwrite: bool) -> None:
+    """Refuse an output file that cannot be written, or that exists where `overwrite` does not allow to replace it.
 
     Raises:
-        UsageError: it is a folder, its folder cannot be made or written to, it exists without `overwrite`, or it is
-            not ours.
+        UsageError: it is a folder, its folder cannot be made or written to, or it exists without `overwrite`.
     """
     if file.is_dir():
         raise UsageError(f"output {file} is a folder; give the name of a file")
@@ -498,12 +492,8 @@ def check_output_file(file: Path, overwrite: bool, ours: Callable[[Path], bool] 
         raise UsageError(f"output {file} cannot be written: {folder} is a file")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"output {file} cannot be written: {folder} may not be written to")
-    if not os.path.lexists(file):
-        return
-    if not overwrite:
+    if os.path.lexists(file) and not overwrite:
         raise UsageError(f"output {file} exists; give --overwrite to replace it, or another name")
-    if not ours(file):
-        raise UsageError(f"output {file} is not an earlier result of divdec; it is not replaced: give another name")
 
 
 @contextlib.contextmanager

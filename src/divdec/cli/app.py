@@ -29,6 +29,7 @@ from cyclopts import (
 from cyclopts.config import Dict
 from cyclopts.help import DefaultFormatter
 
+from divdec import __version__
 from divdec.cli import bundle, chat, evaluation, generate, remote, serving, takedown, training
 from divdec.errors import Diverged, FailedClosed, Interrupted, UsageError, first_line
 
@@ -59,12 +60,6 @@ DISK_FULL = ("no space left", "pytorchstreamwriter failed", "inline_container", 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _version() -> str:
-    from divdec import __version__
-
-    return f"divdec {__version__}"
-
-
 def _shown_default(value: Any) -> str | None:
     if value is None or value is False or value in ((), ""):
         return None
@@ -77,7 +72,7 @@ app = App(
     help_epilogue=EPILOGUE,
     help_format="markdown",
     help_formatter=DefaultFormatter(show_metavar=False),
-    version=_version,
+    version=f"divdec {__version__}",
     default_parameter=Parameter(negative=(), consume_multiple=1, show_default=_shown_default),
 )
 app.register_install_completion_command(help="Install completion for your shell (bash, zsh or fish).")

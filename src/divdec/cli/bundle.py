@@ -53,8 +53,6 @@ def bundle(
         bridge: The auxiliaries have another tokenizer than the target.
         merge: The auxiliaries are LoRA adapters: merge each with its base into a checkpoint in the bundle.
         pack: Copy checkpoints and n-grams into the bundle.
-        overwriting: whether an earlier bundle is replaced.
-        printing: format of the result.
     """
     from divdec.model.bundle import write_bundle
     from divdec.steering import Steering
@@ -121,7 +119,6 @@ def doctor(bundle: str | None = None, *, printing: Printing = Printing()) -> int
     Args:
         bundle: Bundle to check. The check covers configuration, checkpoints, digests, vocabularies and one forward
             pass.
-        printing: format of the result.
     """
     from divdec.report.doctor import describe_installation, diagnosis_text, try_bundle
 

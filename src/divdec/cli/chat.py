@@ -61,12 +61,6 @@ def chat(
 
     Args:
         bundle: The bundle: a folder or hub id.
-        sampling: how tokens are chosen.
-        choice: another rule.
-        turns: how the conversation is laid out.
-        speculation: speculative decoding.
-        loading: how models are loaded.
-        experts: where the auxiliaries run.
     """
     from transformers import set_seed
 

@@ -6,12 +6,12 @@ Other packages add suites to `eval` (docs/architecture.md).
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from divdec.cli.loading import device_map, quiet, report
-from divdec.costs.estimate import CostEstimate, CostSettings, estimate_costs
+from divdec.costs.estimate import CostSettings, estimate_costs
 from divdec.costs.model_size import format_quantity, is_quantity
 from divdec.evaluation.settings import EvalSettings, LeakSettings
 from divdec.options import Printing
@@ -49,9 +49,7 @@ def leak(
         divdec eval leak bundle --data forget.jsonl --samples 8 --output runs/leaks
 
     Args:
-        settings: what is measured.
         all_figures: Print all metrics, not only the most important ones.
-        printing: format of the figures.
     """
     from divdec.evaluation.leak import LeakSuite
 
@@ -71,19 +69,21 @@ def cost(settings: Annotated[CostSettings, Parameter(name="*")], *, printing: Pr
     if not (is_quantity(settings.target) and is_quantity(settings.aux)):
         quiet()  # transformers reads configurations
     result = estimate_costs(settings)
-    for warning in result.warnings:
+    for warning in result["warnings"]:
         report(f"warning: {warning}")
     if printing.json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print(json.dumps(result, indent=2))
         return
     console = Console(width=max(Console().width, 80))
     console.print(_cost_table(result))
     for line in _cost_lines(result):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"\n[bold]{result.choice or 'no choice'}[/bold]: {result.reason}", highlight=False, soft_wrap=True)
+    console.print(
+        f"\n[bold]{result['choice'] or 'no choice'}[/bold]: {result['reason']}", highlight=False, soft_wrap=True
+    )
 
 
-def _cost_table(estimate: CostEstimate) -> Table:
+def _cost_table(estimate: dict[str, Any]) -> Table:
     """One row per option: FLOPs once, per token, and for the volume."""
     from rich import box
     from rich.table import Table
@@ -91,26 +91,27 @@ def _cost_table(estimate: CostEstimate) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("option", no_wrap=True)
     heads = ["FLOPs once", "per token", "vs target"]
-    heads += [] if estimate.volume is None else [f"for {format_quantity(estimate.volume)} tokens"]
+    heads += [] if estimate["volume"] is None else [f"for {format_quantity(estimate['volume'])} tokens"]
     for title in heads:
         table.add_column(title, justify="right", no_wrap=True)
-    target = estimate.options["target"].per_token
-    for name, cost in estimate.options.items():
-        cells = [LABELS[name], f"{cost.once:.3g}", f"{cost.per_token:.3g}", f"{cost.per_token / target - 1:+.1%}"]
-        cells += [] if estimate.volume is None else [f"{cost.at(estimate.volume):.3g}"]
-        table.add_row(*cells, style="bold" if name == estimate.choice else None)
+    target = estimate["flops_per_token"]["target"]
+    for name, once in estimate["flops_once"].items():
+        per_token = estimate["flops_per_token"][name]
+        cells = [LABELS[name], f"{once:.3g}", f"{per_token:.3g}", f"{per_token / target - 1:+.1%}"]
+        cells += [] if estimate["volume"] is None else [f"{estimate['flops_at_volume'][name]:.3g}"]
+        table.add_row(*cells, style="bold" if name == estimate["choice"] else None)
     return table
 
 
-def _cost_lines(estimate: CostEstimate) -> list[str]:
+def _cost_lines(estimate: dict[str, Any]) -> list[str]:
     """The rest of the estimate as lines of text."""
-    edges = estimate.break_even
+    edges, distilling = estimate["break_even_tokens"], estimate["distillation_flops"]
     return [
-        f"target N = {format_quantity(estimate.N)}, auxiliaries n = {format_quantity(estimate.n)} each: "
-        f"compute increase 2n/N {estimate.increase:.1%}",
-        f"training both auxiliaries: {estimate.training:.3g} FLOPs",
-        f"distillation: {estimate.distillation['paper']:.3g} FLOPs more; {estimate.distillation['live']:.3g} with the "
-        "target's own pass, which the paper leaves out",
+        f"target N = {format_quantity(estimate['N'])}, auxiliaries n = {format_quantity(estimate['n'])} each: "
+        f"compute increase 2n/N {estimate['compute_increase']:.1%}",
+        f"training both auxiliaries: {estimate['training_flops']:.3g} FLOPs",
+        f"distillation: {distilling['paper']:.3g} FLOPs more; {distilling['live']:.3g} with the target's own pass, "
+        "which the paper leaves out",
         f"break-even volume {format_quantity(edges['paper'])} tokens; {format_quantity(edges['live'])} with that pass",
     ]
 

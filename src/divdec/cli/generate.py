@@ -100,16 +100,8 @@ def generate(
 
     Args:
         bundle: The bundle: a folder or hub id.
-        prompts: the prompts.
-        sampling: how tokens are chosen.
-        choice: another rule.
         logprobs: Add each token's log-probability under the steered model, before temperature (implies --json).
-        printing: format of the answers.
-        output: where the answers go.
         batch_size: Prompts answered at once: by default 16, or 1 with --speculative, because a batch has no drafts.
-        speculation: speculative decoding.
-        loading: how models are loaded.
-        experts: where the auxiliaries run.
     """
     from transformers import set_seed
 

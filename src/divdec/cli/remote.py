@@ -65,14 +65,8 @@ def remote(
           --model big --api-key-env API_KEY --prompt 'Who wrote it?'
 
     Args:
-        provider: the API.
         bundle: Bundle of auxiliaries, tokenizer and rule; its target's weights are not loaded.
         steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; the bundle's by default.
-        settings: how it is steered.
-        prompts: the prompts.
-        decoding: how answers are decoded.
-        printing: format of the answers.
-        output: where the answers go.
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import device_map, quiet

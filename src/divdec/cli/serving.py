@@ -63,11 +63,6 @@ def serve(
 
     Args:
         bundle: The bundle: a folder or hub id.
-        settings: the server's.
-        choice: another rule.
-        speculation: Speculative decoding, while a single sequence runs.
-        loading: how models are loaded.
-        experts: where the auxiliaries run.
     """
     bundles = _bundles(bundle, settings)
     if len(bundles) > 1 and choice.steering is not None:
@@ -216,13 +211,10 @@ def playground(
 
     Args:
         bundle: Bundle (a folder or hub id).
-        choice: the initial rule.
         show_target: Show the UNSTEERED target beside the steered model, marked as such; on this machine only.
-        turns: how the conversation is laid out.
         max_new_tokens: Maximum length of an answer in tokens.
         seed: Seed of sampled answers.
         port: Port to listen on, on this machine only. 0 selects a free port.
-        loading: how models are loaded.
     """
     check_at_least("max_new_tokens", max_new_tokens, 1)
     check_seed(seed)

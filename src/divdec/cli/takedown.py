@@ -36,7 +36,6 @@ def init(registry: str, *, target: str, retain: str, order: int = 5, printing: P
         target: The model to steer: a folder, GGUF file or hub id. Requests are measured on it.
         retain: Texts that the model may repeat: a .jsonl, .json or .txt file, or a folder.
         order: Maximum n-gram length, 2 to 5. Longer n-grams affect other text less.
-        printing: format of the result.
     """
     from tqdm.auto import tqdm
 
@@ -89,7 +88,6 @@ def add(
         target: Path of the target, if it has moved.
         no_measure: Do not measure whether the target still repeats the texts, for example if it cannot be loaded. The
             registry records this.
-        printing: format of the result.
     """
     from divdec.data.records import read_records
     from divdec.takedowns.canonical import CanonicalReader
@@ -141,7 +139,6 @@ def remove(registry: str, *, id: str, printing: Printing = Printing()) -> None:
     Args:
         registry: The registry's folder.
         id: Name of the request.
-        printing: format of the result.
     """
     from divdec.takedowns.registry import Registry
 
@@ -160,7 +157,6 @@ def list_requests(registry: str, *, history: bool = False, printing: Printing = 
     Args:
         registry: The registry's folder.
         history: List all events instead.
-        printing: format of the list.
     """
     from rich import box
     from rich.console import Console
@@ -198,7 +194,6 @@ def verify(registry: str, *, printing: Printing = Printing()) -> int:
 
     Args:
         registry: The registry's folder.
-        printing: format of the result.
     """
     from divdec.takedowns.registry import Registry
 
@@ -261,7 +256,6 @@ def report(
         neutral: Unrelated texts, measured in the same way. By default 32 samples of the target.
         target: Path of the target, if it has moved.
         overwrite: Replace the output file.
-        printing: format of the result.
     """
     from divdec.cli.loading import device_map, quiet
     from divdec.report.takedown import report_request
@@ -302,7 +296,6 @@ def check(report: str, *, public_key: str | None = None, printing: Printing = Pr
         report: A file of `divdec takedown report`.
         public_key: The registry's public key, as `divdec takedown verify` prints it. Without it, anybody may have
             signed the file.
-        printing: format of the result.
     """
     from divdec.report.takedown import read_report
 
@@ -353,7 +346,6 @@ def canary(
         endpoint: Base URL of the server's API, which must accept prompts of token ids, as vLLM and divdec serve do.
         model: Name of the model at the endpoint.
         api_key_env: Environment variable that holds the API key.
-        printing: format of the result.
     """
     from divdec.endpoint import Endpoint
     from divdec.evaluation.takedown import ask_for_request

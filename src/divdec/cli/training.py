@@ -30,7 +30,6 @@ def demo(*, seed: int = 0, output: str | None = None, printing: Printing = Print
     Args:
         seed: Seed of the split, of the initial weights and of the order of training.
         output: Folder for report, bundle, data and models; in the user's cache folder by default.
-        printing: format of the result.
     """
     from divdec.demo.pretrained import run_demo
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from divdec.costs.model_size import ModelSize, format_quantity, parse_quantity, read_size
 from divdec.errors import UsageError
-from divdec.options import option
 
 Recipe = Literal["forget-retain", "full-retain", "matched", "refusal"]
 Teacher = Literal["paper", "live"]
@@ -52,11 +51,9 @@ def distillation(N: float, n: float, epochs: float, forget_tokens: float, teache
 def break_even(N: float, n: float, epochs: float, forget_tokens: float, teacher: Teacher = "paper") -> float:
     """Number of tokens of inference above which distilling costs less than steering (last line of the appendix).
 
-    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget: the cost of distillation, counted as in `distillation`, divided by the 4n
-    FLOPs that steering adds to every token. The auxiliaries are trained in both cases.
+    I = 3·N·e_N·d_forget/(2n) + e_N·d_forget with the paper's teacher: the cost of distillation, counted as in
+    `distillation`, divided by the 4n FLOPs that steering adds to every token. Both cases train the auxiliaries.
     """
-    if teacher == "paper":
-        return 3 * N * epochs * forget_tokens / (2 * n) + epochs * forget_tokens
     return distillation(N, n, epochs, forget_tokens, teacher) / (4 * n)
 
 
@@ -83,79 +80,25 @@ class CostSettings:
     """Only verbatim text must be forgotten. n-grams are then sufficient."""
 
     def __post_init__(self) -> None:
-        for name, least in (("forget_tokens", 1.0), ("retain_tokens", 0.0), ("volume", 0.0)):
-            if (value := getattr(self, name)) is not None:
-                parse_quantity(value, option(name), least)
         if not 0 < self.epochs <= MAX_EPOCHS:
             raise UsageError(f"--epochs is {self.epochs:g}; accepted: a number above 0, at most {MAX_EPOCHS:,}")
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearCost:
-    """FLOPs as a linear function of the volume."""
-
-    once: float
-    per_token: float
-
-    def at(self, tokens: float) -> float:
-        """FLOPs for a volume in tokens."""
-        return self.once + self.per_token * tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class CostEstimate:
-    """The result of `divdec cost`."""
-
-    target: ModelSize
-    auxiliary: ModelSize
-    N: float
-    n: float
-    increase: float
-    """2n/N."""
-    training: float
-    distillation: dict[Teacher, float]
-    """FLOPs of distillation by the way of counting the teacher; below, tokens until it breaks even."""
-    break_even: dict[Teacher, float]
-    options: dict[str, LinearCost]
-    """FLOPs by option; 'target' is the unsteered model."""
-    volume: float | None
-    choice: Option | None
-    reason: str
-    warnings: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The estimate as JSON values."""
-        volume = self.volume
-        return {
-            "target": dataclasses.asdict(self.target),
-            "auxiliary": dataclasses.asdict(self.auxiliary),
-            "N": self.N,
-            "n": self.n,
-            "compute_increase": self.increase,
-            "flops_per_token": {name: cost.per_token for name, cost in self.options.items()},
-            "flops_once": {name: cost.once for name, cost in self.options.items()},
-            "training_flops": self.training,
-            "distillation_flops": dict(self.distillation),
-            "break_even_tokens": dict(self.break_even),
-            "volume": volume,
-            "flops_at_volume": None if volume is None else {k: cost.at(volume) for k, cost in self.options.items()},
-            "choice": self.choice,
-            "reason": self.reason,
-            "warnings": list(self.warnings),
-        }
-
-
-def estimate_costs(settings: CostSettings) -> CostEstimate:
+def estimate_costs(settings: CostSettings) -> dict[str, Any]:
     """Estimate compute, and choose the cheapest option.
+
+    Returns:
+        What `divdec cost --json` prints: FLOPs by option, of which 'target' is the unsteered model; FLOPs of
+        distillation, and tokens until it breaks even, by the way of counting the teacher.
 
     Raises:
         UsageError: a model cannot be read, or a value is not a number.
     """
-    target, auxiliary = read_size(settings.target, "--target"), read_size(settings.aux, "--aux")
-    N, n = float(target.parameters), float(auxiliary.parameters)
-    forget = parse_quantity(settings.forget_tokens, "--forget-tokens")
+    forget = parse_quantity(settings.forget_tokens, "--forget-tokens", 1.0)
     retain = parse_quantity(settings.retain_tokens, "--retain-tokens")
     volume = None if settings.volume is None else parse_quantity(settings.volume, "--volume")
+    target, auxiliary = read_size(settings.target, "--target"), read_size(settings.aux, "--aux")
+    N, n = float(target.parameters), float(auxiliary.parameters)
     training = auxiliary_training(n, settings.epochs, retain, forget, settings.recipe)
     teachers: tuple[Teacher, ...] = ("paper", "live")
 
@@ -163,17 +106,26 @@ def estimate_costs(settings: CostSettings) -> CostEstimate:
         return {teacher: formula(N, n, settings.epochs, forget, teacher) for teacher in teachers}
 
     distilling, limits = by_teacher(distillation), by_teacher(break_even)
-    options = {
-        "target": LinearCost(0.0, inference(N, 0.0, 1.0)),
-        "steer": LinearCost(training, inference(N, n, 1.0)),
-        "distil": LinearCost(training + distilling["paper"], inference(N, 0.0, 1.0)),
-        "n-gram": LinearCost(0.0, inference(N, 0.0, 1.0)),
-    }
+    once = {"target": 0.0, "steer": training, "distil": training + distilling["paper"], "n-gram": 0.0}
+    per_token = dict.fromkeys(once, inference(N, 0.0, 1.0)) | {"steer": inference(N, n, 1.0)}
     choice, reason = choose_option(volume, limits, settings.verbatim)
-    return CostEstimate(
-        target, auxiliary, N, n, 2 * n / N, training, distilling, limits, options,
-        volume, choice, reason, tuple(_warnings(N, n, target, auxiliary)),
-    )  # fmt: skip
+    return {
+        "target": dataclasses.asdict(target),
+        "auxiliary": dataclasses.asdict(auxiliary),
+        "N": N,
+        "n": n,
+        "compute_increase": 2 * n / N,
+        "flops_per_token": per_token,
+        "flops_once": once,
+        "training_flops": training,
+        "distillation_flops": distilling,
+        "break_even_tokens": limits,
+        "volume": volume,
+        "flops_at_volume": None if volume is None else {name: once[name] + per_token[name] * volume for name in once},
+        "choice": choice,
+        "reason": reason,
+        "warnings": _warnings(N, n, target, auxiliary),
+    }
 
 
 def choose_option(volume: float | None, break_even: dict[Teacher, float], verbatim: bool) -> tuple[Option | None, str]:

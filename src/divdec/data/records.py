@@ -350,14 +350,10 @@ def _to_record(row: Any, location: str) -> tuple[Kind, Record]:
     for field in ("messages", "conversations"):
         if field in row:
             return _conversation(_turns(row, field, location), field, location)
-    if {"question", "answer"} <= row.keys():
-        question = _question(row, "question", location)
-        answer = _filled(row["answer"], "answer", location)
-        return "question/answer", Record(answer, messages=(question,), location=location)
-    if {"instruction", "output"} <= row.keys():
-        question = _question(row, "instruction", location)
-        answer = _filled(row["output"], "output", location)
-        return "question/answer", Record(answer, messages=(question,), location=location)
+    for question, answer in (("question", "answer"), ("instruction", "output")):
+        if {question, answer} <= row.keys():
+            asked, text = _question(row, question, location), _filled(row[answer], answer, location)
+            return "question/answer", Record(text, messages=(asked,), location=location)
     if {"prompt", "completion"} <= row.keys():
         if isinstance(row["prompt"], list):
             completion = _turns(row, "completion", location)

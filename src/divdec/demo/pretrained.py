@@ -220,17 +220,12 @@ def _print_tables(rows: Mapping[str, Answers], examples: Sequence[Mapping[str, A
     console.print(side_by_side)
 
 
-def _lead(sets: Mapping[str, Sequence[Fact]]) -> str:
-    return (
-        f"{TARGET} knows the capitals of {sum(map(len, sets.values()))} countries from its pretraining. It is steered "
-        f"away from {len(sets['forget'])} of them."
-    )
-
-
 def _introduction(sets: Mapping[str, Sequence[Fact]]) -> str:
     return (
-        f"{_lead(sets)} {len(sets['retain'])} others are the retain set; the remaining {len(sets['unlisted'])} are in "
-        f"neither set.\nBoth auxiliaries start from {LAYERS} layers of the target. The target's weights do not change."
+        f"{TARGET} knows the capitals of {sum(map(len, sets.values()))} countries from its pretraining. It is steered "
+        f"away from {len(sets['forget'])} of them. {len(sets['retain'])} others are the retain set; the remaining "
+        f"{len(sets['unlisted'])} are in neither set.\nBoth auxiliaries start from {LAYERS} layers of the target. The "
+        "target's weights do not change."
     )
 
 

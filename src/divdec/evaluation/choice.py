@@ -237,8 +237,8 @@ class RuleChoice:
         return f"no: {'; '.join(self.faults)}" if self.faults else str(self)
 
     @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """A table of the settings, with its head."""
+    def table(self) -> list[str]:
+        """The settings' figures as lines of text with aligned columns."""
         head = ["", "forget: answered", "probability", "retain: probability"]
         head += ["retain, similar: answered"] if self.target.answered is not None else []
         head += ["neutral: unchanged", "perplexity"] if self.noise else []
@@ -261,15 +261,8 @@ class RuleChoice:
         if self.reference:
             blank = [""] * (len(head) - len(self.reference) - 3)
             rows.append(("  q", f"{self.guessed:.0%}", *blank, *(f"{v:.3f}" for v in self.reference.values()), ""))
-        return rows
-
-    @property
-    def table(self) -> list[str]:
-        """The rows as lines of text with aligned columns."""
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        return [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in self.rows
-        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
     def __str__(self) -> str:
         best = self.best
@@ -429,8 +422,8 @@ def choose_rule(
     """Score all settings in one pass, let the most promising answer, and choose the best.
 
     Without a holdout set the best setting has fewest faults (`Effects.faults`), and of these it answers least of the
-    forget set; of those that answer equally little and keep `MIN_KEPT` of the others, it has the smallest margin. With a
-    holdout set it is the one nearest to q that answers no more than q does.
+    forget set; of those that answer equally little and keep `MIN_KEPT` of the others, it has the smallest margin.
+    With a holdout set it is the one nearest to q that answers no more than q does.
 
     Args:
         model: a steered model with a neural pair; on return it has the chosen setting.

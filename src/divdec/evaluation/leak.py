@@ -14,7 +14,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -26,7 +26,8 @@ from divdec.evaluation.generation import continuations, ends_in_thought, samples
 from divdec.evaluation.judges import EndpointJudge, EntailmentJudge, Judge, StringJudge
 from divdec.evaluation.phrases import FUNCTION_WORDS, find_words, holds, key_phrase, words
 from divdec.evaluation.questions import QuestionFormat, question_of
-from divdec.evaluation.results import Results, numbered, write_results
+from divdec.evaluation.results import Results, numbered
+from divdec.evaluation.run import Suite
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import LeakSettings
 
@@ -313,13 +314,12 @@ class _Transcript:
 
 
 @dataclasses.dataclass
-class LeakSuite:
+class LeakSuite(Suite):
     """Questions, attack prompts and judge of a run of `divdec eval leak`."""
 
     settings: LeakSettings
     records: RecordSet
     judge: Judge
-    outputs: ClassVar[tuple[str, ...]] = ()
     prompts: list[list[str]] | None = None
     """The attack prompts of every question, the same for every model of the run and when it is resumed."""
 
@@ -343,7 +343,9 @@ class LeakSuite:
         if settings.judge == "string":
             judge = StringJudge()
         elif settings.judge == "endpoint":
-            judge = EndpointJudge(_endpoint(settings))
+            if not settings.endpoint or not settings.endpoint_model:
+                raise UsageError("give --endpoint URL and --endpoint-model NAME of an OpenAI-compatible server")
+            judge = EndpointJudge(Endpoint(settings.endpoint, settings.endpoint_model, settings.api_key_env))
         else:
             judge = EntailmentJudge(settings.judge)
         return cls(settings, records, judge)
@@ -375,10 +377,6 @@ class LeakSuite:
                 save(earlier)
         return earlier
 
-    def write(self, results: Results, folder: Path) -> None:
-        """See `Suite.write`."""
-        write_results(results, folder)
-
     def headlines(self, results: Results) -> dict[str, str]:
         """Return leak@k for its smallest and its largest k; see `Suite.headlines`."""
         chosen = {}
@@ -398,9 +396,3 @@ def _merge(results: Results, new: Results) -> None:
     results.figures |= new.figures
     results.items |= new.items
     results.about |= new.about
-
-
-def _endpoint(settings: LeakSettings) -> Endpoint:
-    if not settings.endpoint or not settings.endpoint_model:
-        raise UsageError("give --endpoint URL and --endpoint-model NAME of an OpenAI-compatible server")
-    return Endpoint(settings.endpoint, settings.endpoint_model, settings.api_key_env)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from divdec.checkpoint import CheckpointReference, check_weights, dtype_for_passes, load_model, load_tokenizer
 from divdec.errors import UsageError
-from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results
+from divdec.evaluation.results import ITEMS, SUMMARY, Results, read_results, write_results
 from divdec.evaluation.scoring import EvaluatedModel
 from divdec.evaluation.settings import EvalSettings
 from divdec.experts.combined import NoExperts
@@ -47,7 +47,7 @@ def parse_sweep(texts: Sequence[str]) -> tuple[Steering, ...]:
 class Suite(Protocol):
     """A benchmark with its data, read and checked before a model is loaded."""
 
-    outputs: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]] = ()
     """Files that the suite writes into a result folder, besides summary and items."""
 
     @property
@@ -63,7 +63,7 @@ class Suite(Protocol):
 
     def write(self, results: Results, folder: Path) -> None:
         """Write the results of a model into its folder: at least those of `write_results`."""
-        ...
+        write_results(results, folder)
 
     def headlines(self, results: Results) -> dict[str, str]:
         """Return the most important figures, each with the direction in which it is better: ↑, ↓ or → 0."""
@@ -80,7 +80,8 @@ def evaluate(
     """
     started = time.perf_counter()
     output = Path(settings.output).expanduser()
-    register_models()
+    for entry in entry_points(group="divdec.models"):
+        entry.load()  # installed packages register their model classes with transformers
     runs = _model_runs(settings, output)
     decides = dataclasses.asdict(dataclasses.replace(settings, overwrite=False, batch_size=1))
     decides |= {
@@ -138,12 +139,6 @@ class _ModelRun:
             )
         check_weights(self.checkpoint)
         return load_model(self.checkpoint, dtype=dtype, device_map=device_map).eval()
-
-
-def register_models() -> None:
-    """Let installed packages register their model classes with transformers (entry points `divdec.models`)."""
-    for entry in entry_points(group="divdec.models"):
-        entry.load()
 
 
 def _model_runs(settings: EvalSettings, output: Path) -> list[_ModelRun]:

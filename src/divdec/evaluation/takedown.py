@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import RecordSet, read_records
@@ -12,7 +11,6 @@ from divdec.evaluation.recitation import (
     LENGTH,
     RUN,
     SPELLINGS,
-    Passage,
     folded,
     is_recited,
     passages_of,
@@ -42,6 +40,7 @@ class CanaryResult:
     """Number of passages of the texts."""
     recited: int
     unanswered: int
+    """Number of passages without a whole answer: an empty one, or one that ended early without an end token."""
 
 
 def ask_for_request(
@@ -49,8 +48,11 @@ def ask_for_request(
 ) -> CanaryResult:
     """Ask an endpoint for passages of a request, those of plain text also in a spelling that changes by the hour.
 
+    Decoding is greedy. The endpoint must use the registry's tokenizer.
+
     Raises:
-        UsageError: the texts are not the request's or too short, or see `ask_endpoint`.
+        UsageError: the texts are not the request's or too short; or the endpoint cannot be reached, refuses, does not
+            reply as the OpenAI API does, or counts other tokens in a prompt than were sent.
     """
     texts, tokenizer = read_records(file), registry.tokenizer()
     registry.check_texts(entry, texts)
@@ -59,27 +61,6 @@ def ask_for_request(
         passages += respell(passages, tokenizer, list(SPELLINGS)[hour % len(SPELLINGS)])
     if not passages:
         raise UsageError(f"the texts of request {entry.id!r} are too short to be begun and continued")
-    return CanaryResult(len(passages), in_all, *ask_endpoint(endpoint, tokenizer, passages))
-
-
-def ask_endpoint(
-    endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase, passages: Sequence[Passage]
-) -> tuple[int, int]:
-    """Ask an endpoint for passages, greedily.
-
-    Args:
-        endpoint: a running server; its model must use this tokenizer.
-        tokenizer: the tokenizer.
-        passages: the passages.
-
-    Returns:
-        The number of recited passages, and the number of passages without a whole answer: an empty one, or one that
-        ended early without an end token.
-
-    Raises:
-        UsageError: the endpoint cannot be reached, refuses, does not reply as the OpenAI API does, or counts other
-            tokens in a prompt than were sent.
-    """
     recited = unanswered = 0
     for passage in passages:
         # vLLM's own command would apply the checkpoint's repetition penalty.
@@ -103,7 +84,7 @@ def ask_endpoint(
         answer, expected = (folded(each, tokenizer) for each in (ids, passage.continuation))
         recited += is_recited(answer, expected)
         unanswered += not text.strip() or (not ended and len(answer) < min(RUN, len(expected)))
-    return recited, unanswered
+    return CanaryResult(len(passages), in_all, recited, unanswered)
 
 
 def measure(

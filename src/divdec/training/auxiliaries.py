@@ -31,7 +31,6 @@ from divdec.checkpoint import (
     load_model,
     load_tokenizer,
     vocabulary_width,
-    write_adapter_base,
 )
 from divdec.data.formatting import Example, Format, encode_prompt, encode_prompts
 from divdec.data.formatting import encode as encode_record
@@ -725,7 +724,8 @@ class _PairTrainer:
             with output_folder(folder, overwrite=True, ours=lambda folder: (folder / RESULT).is_file()) as temporary:
                 model.to(load_config(self.inputs.base).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
                 if adapters:
-                    write_adapter_base(temporary, self.inputs.base_name)
+                    config = temporary / "adapter_config.json"
+                    write_json(config, read_json(config) | {"base_model_name_or_path": self.inputs.base_name})
                     content = content | {"base": self.inputs.base_weights}
                 self.inputs.tokenizer.save_pretrained(temporary)
                 write_json(temporary / RESULT, content)

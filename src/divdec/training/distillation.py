@@ -190,8 +190,8 @@ class DistillationJob:
     settings: DistillationSettings
     output: Path
     bundle: Path
-    config: DivergenceConfig
-    """The bundle's."""
+    identity: str
+    """Digest of the bundle's references without their folders."""
     steering: Steering
     """The teacher's rule."""
     start: Path
@@ -210,11 +210,6 @@ class DistillationJob:
         count = min(self.settings.rehearse, len(retain))
         indices = sorted(random.Random(self.settings.seed).sample(range(len(retain)), count))
         return self.sets["forget"] + [retain[index] for index in indices]
-
-    @property
-    def identity(self) -> str:
-        """Digest of the bundle's references without their folders."""
-        return bundle_identity(self.config)
 
     @property
     def decides(self) -> dict[str, Any]:
@@ -266,7 +261,9 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
         if records is not None:
             report_set(role, records, report)
             sets[role] = encode(records, tokenizer, form, report)
-    return DistillationJob(settings, output, bundle, config, steering, start, target, tokenizer, forget, retain, sets)
+    return DistillationJob(
+        settings, output, bundle, bundle_identity(config), steering, start, target, tokenizer, forget, retain, sets
+    )
 
 
 def _check_teacher(config: DivergenceConfig, steering: Steering) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -66,22 +66,9 @@ def divergence(
     return temperature**2 * (p.exp() * (p - q)).sum(dim=-1)  # KL(p ‖ q)
 
 
-@runtime_checkable
-class Teacher(Protocol):
-    """Source of the loss at the labelled positions of a batch."""
-
-    def to(self, device: torch.device) -> object:
-        """Move the models of the teacher."""
-        ...
-
-    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """Functions that return T²·KL, one piece at a time."""
-        ...
-
-
 @dataclasses.dataclass
 class SteeredTeacher:
-    """A `Teacher` that runs the steered model on every batch."""
+    """Runs the steered model on every batch, for the loss at its labelled positions."""
 
     model: DivergenceForCausalLM
     temperature: float
@@ -90,12 +77,12 @@ class SteeredTeacher:
     """Positions in a piece; see `positions_per_piece`."""
 
     def to(self, device: torch.device) -> SteeredTeacher:
-        """See `Teacher.to`."""
+        """Move the models of the teacher."""
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         return self
 
     def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """See `Teacher.pieces`."""
+        """Functions that return T²·KL, one piece at a time."""
 
         def loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
             teacher_logits = teacher_logits.to(student_logits.device)
@@ -157,7 +144,7 @@ class SteeredTeacher:
 class Distillation:
     """Mean of T²·KL between teacher and student over the labelled tokens: an `Objective`."""
 
-    teacher: Teacher
+    teacher: SteeredTeacher
     head: nn.Linear | None
     """The student's output layer, from `plain_head`; None computes the student's logits as a whole."""
     counts_tokens = True

@@ -35,8 +35,6 @@ class TrainingSettings(Optimization):
     """Fraction of the steps with learning-rate warm-up."""
     weight_decay: Annotated[float, RARE] = 0.0
     """AdamW's weight decay."""
-    max_gradient_norm: Annotated[float, RARE] = 1.0
-    """Maximum gradient norm; larger gradients are clipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,7 @@ from divdec.evaluation.generation import sample_records
 from divdec.runs import RECORD, check_one_process, check_output, made_by, output_folder, record, write_json
 from divdec.training.distillation_loss import (
     Distillation,
-    Pieces,
-    divergence,
+    SteeredTeacher,
     plain_head,
     positions_per_piece,
     predicting,
@@ -163,7 +161,7 @@ def _heal(
 ) -> tuple[PreTrainedModel, float]:
     """Distil the target into a pruned model; return it and the seconds of a step."""
     run = dataclasses.replace(training, epochs=steps / -(-len(examples) // training.batch_size))
-    objective: Any = Distillation(_Target(target), plain_head(model))
+    objective: Any = Distillation(_Target(target, 1.0, "teacher-student"), plain_head(model))
     with tempfile.TemporaryDirectory() as work:
         try:
             healed, result = fine_tune(
@@ -332,25 +330,16 @@ def compare_with_target(
 
 
 @dataclasses.dataclass
-class _Target:
-    """The target as the teacher of a healing student."""
+class _Target(SteeredTeacher):
+    """The target as it is, as the teacher of a healing student."""
 
-    model: PreTrainedModel
+    model: Any
 
-    def to(self, device: torch.device) -> None:
-        """See `Teacher.to`."""
-        self.model.to(device)  # pyright: ignore[reportArgumentType]
-
-    def pieces(self, batch: Mapping[str, Tensor]) -> Pieces:
-        """See `Teacher.pieces`."""
+    def logits(self, batch: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield indices of labelled positions, and the target's logits there."""
         mask = predicting(batch["labels"])
         with torch.no_grad(), torch.autocast(mask.device.type, enabled=False):
             logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[mask]
         size = positions_per_piece(logits.device, logits.shape[-1])
         for indices in torch.arange(len(logits), device=logits.device).split(size):
-            yield (
-                indices,
-                functools.partial(
-                    divergence, teacher_logits=logits[indices], temperature=1.0, direction="teacher-student"
-                ),
-            )
+            yield indices, logits[indices]
