@@ -42,6 +42,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import torch
 from sklearn.metrics import roc_auc_score
 
 from divdec.checkpoint import dtype_for_passes, load_model, load_tokenizer
@@ -51,7 +52,6 @@ from divdec.demo.facts import NEUTRAL
 from divdec.errors import UsageError
 from divdec.evaluation.generation import continuations, without_padding
 from divdec.evaluation.phrases import key_phrase, words
-from divdec.evaluation.suppression import suppressed_share
 from divdec.experts.combined import NoExperts
 from divdec.experts.ngram import NgramPair
 from divdec.experts.ngram_fit import count
@@ -65,6 +65,15 @@ from divdec.serving.server import HttpServer
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry
 from divdec_research.report.tables import markdown_table
+
+
+@torch.inference_mode()
+def suppressed_share(model, tokens, prompt_length):
+    """Largest share of probability that steering took at one token of a reply."""
+    ids = torch.tensor([tokens[:-1]], device=model.device)
+    target, corrected, divergence = model.unsteered_components(ids, logits_to_keep=len(tokens) - prompt_length)
+    removed_probability = target.float().softmax(-1) - model.steer(corrected, divergence).softmax(-1)
+    return float(removed_probability.clamp(min=0).sum(-1).max())
 
 
 def suppression(demo, rule=None):
@@ -81,7 +90,7 @@ def suppression(demo, rule=None):
         replies = continuations(model, tokenizer, prompts, max_new_tokens=32)
         texts = [prompt + without_padding(model, ids) for prompt, ids in zip(prompts, replies, strict=True)]
         lengths = map(len, prompts)
-        values = [suppressed_share(model, text, n, len(text)) for text, n in zip(texts, lengths, strict=True)]
+        values = [suppressed_share(model, text, n) for text, n in zip(texts, lengths, strict=True)]
         cells = len(values), f"{statistics.median(values):.2f}", f"{min(values):.2f}–{max(values):.2f}"
         rows.append([name, *map(str, cells), str(sum(share >= default for share in values))])
     return markdown_table([str(model.steering), "number", "median", "range", f"at least {default:g}"], rows) + "\n"
@@ -241,7 +250,7 @@ def serving(make, tokenizer):
             raise UsageError("the server did not start within a minute")
         yield server.url
     finally:
-        server.stop()
+        server.should_exit = True
         thread.join(60)
         port.close()
 

@@ -13,8 +13,7 @@ from divdec.errors import UsageError
 if TYPE_CHECKING:
     from divdec.configuration import DivergenceConfig
     from divdec.decoding.cache import DivergenceCache
-    from divdec.decoding.speculative import Speculation
-    from divdec.decoding.statistics import SpeculationStatistics
+    from divdec.decoding.speculative import Speculation, SpeculationStatistics
     from divdec.experts.neural import NeuralPair
     from divdec.experts.protocol import Experts
     from divdec.model.bundle import write_bundle
@@ -30,7 +29,7 @@ _MODULES = {
     "Experts": "divdec.experts.protocol",
     "NeuralPair": "divdec.experts.neural",
     "Speculation": "divdec.decoding.speculative",
-    "SpeculationStatistics": "divdec.decoding.statistics",
+    "SpeculationStatistics": "divdec.decoding.speculative",
     "Steering": "divdec.steering",
     "steer_linear": "divdec.steering",
     "steer_rank": "divdec.steering",

@@ -211,8 +211,6 @@ def portable_adapter_config(folder: Path, base: CheckpointReference) -> str:
 
 def check_weights(folder: Path) -> None:
     """Refuse a checkpoint whose weights are missing, pickled, an adapter or unreadable; reads headers only."""
-    from safetensors import SafetensorError, safe_open
-
     if is_adapter(folder):
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
@@ -230,11 +228,18 @@ def check_weights(folder: Path) -> None:
     for file in files:
         if not file.is_file():
             raise UsageError(f"{folder}: {file.name} is named in {INDEX} but missing")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{file} is corrupt ({error}); copy or download it again") from None
+        check_header(file)
+
+
+def check_header(file: Path) -> None:
+    """Refuse weights that are missing or corrupt; reads the file's header only."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            tensors.keys()
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} is missing or corrupt ({error}); copy or download it again") from None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -34,12 +34,12 @@ from {module} import {config}, {model}
 class RemoteCodeConfig(PreTrainedConfig):
     """Configuration whose folder carries `REMOTE_FILE`, so that `trust_remote_code=True` loads the model anywhere."""
 
-    model_class: str
-    model_module: str
+    model_class: ClassVar[str]
+    model_module: ClassVar[str]
     """Module that exports the configuration and the model."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
         self.architectures = [self.model_class]
         module = REMOTE_FILE.removesuffix(".py")
         classes = {"AutoConfig": type(self).__name__, "AutoModelForCausalLM": self.model_class}
@@ -80,36 +80,18 @@ class DivergenceConfig(RemoteCodeConfig):
     model_module = "divdec.model"
     has_no_defaults_at_init = True
     keys_to_ignore_at_inference = ("past_key_values",)
-
-    def __init__(
-        self,
-        target: dict[str, Any] | None = None,
-        retain_auxiliary: dict[str, Any] | None = None,
-        forget_auxiliary: dict[str, Any] | None = None,
-        base: dict[str, Any] | None = None,
-        bridge: dict[str, Any] | None = None,
-        ngram: dict[str, Any] | None = None,
-        registry: dict[str, Any] | None = None,
-        steering: dict[str, Any] | None = None,
-        vocab_size: int = 0,
-        max_position_embeddings: int | None = None,
-        single_turn: bool = False,
-        measured: dict[str, str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.target = target
-        self.retain_auxiliary = retain_auxiliary
-        self.forget_auxiliary = forget_auxiliary
-        self.base = base
-        self.bridge = bridge
-        self.ngram = ngram
-        self.registry = registry
-        self.steering = steering
-        self.vocab_size = vocab_size
-        self.max_position_embeddings = max_position_embeddings
-        self.single_turn = single_turn
-        self.measured = measured
-        super().__init__(**kwargs)
+    target: dict[str, Any] | None = None
+    retain_auxiliary: dict[str, Any] | None = None
+    forget_auxiliary: dict[str, Any] | None = None
+    base: dict[str, Any] | None = None
+    bridge: dict[str, Any] | None = None
+    ngram: dict[str, Any] | None = None
+    registry: dict[str, Any] | None = None
+    steering: dict[str, Any] | None = None
+    vocab_size: int = 0
+    max_position_embeddings: int | None = None
+    single_turn: bool = False
+    measured: dict[str, str] | None = None
 
     @classmethod
     def from_parts(

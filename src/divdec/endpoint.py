@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ import openai
 
 from divdec.errors import UsageError
 
+MAX_WAIT = 60  # seconds, as in the openai package
 TRANSIENT = frozenset((408, 409, 429))  # the openai package retries these and all 5xx
 CONNECT_TIMEOUT = 15.0  # seconds
 
@@ -26,16 +28,12 @@ class Refused(UsageError):
         self.status = status
 
 
-class Unavailable(UsageError):
-    """Every attempt failed."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
     """A model at an OpenAI-compatible endpoint; threads may share it. Close it after use, or use a `with` block.
 
-    Its methods raise a `UsageError` if the endpoint cannot be reached, refuses (`Refused`), stays overloaded
-    (`Unavailable`), or replies in another format.
+    Its methods raise a `UsageError` if the endpoint cannot be reached, refuses (`Refused`), stays overloaded or replies
+    in another format.
     """
 
     base_url: str
@@ -90,33 +88,22 @@ class Endpoint:
 
     def complete(self, messages: Iterable[Mapping[str, Any]], max_tokens: int = 512) -> str:
         """Return the model's greedy reply to a conversation."""
-        choice = self.create_chat(messages, temperature=0.0, max_tokens=max_tokens)
-        message = choice.get("message")
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str):
+        fields = {"temperature": 0.0, "max_tokens": max_tokens}
+        content, _ = self._create("chat/completions", {"messages": list(messages)}, fields)
+        try:
+            reply = content["choices"][0]["message"]["content"] or ""  # null in place of an unfinished thought
+        except (KeyError, IndexError, TypeError):
+            reply = None
+        if not isinstance(reply, str):
             raise UsageError(
                 f"endpoint {self.base_url} replied without choices[0].message.content: not OpenAI-compatible"
             )
-        return content
-
-    def create_chat(self, messages: Iterable[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
-        """Return the first choice of a chat completion; `fields` may include a provider's own fields."""
-        content, _ = self._create("chat/completions", {"messages": list(messages)}, fields)
-        try:
-            choice = content["choices"][0]
-        except (KeyError, IndexError, TypeError):
-            choice = None
-        if not isinstance(choice, dict):
-            raise UsageError(f"endpoint {self.base_url} replied without choices[0]: not OpenAI-compatible")
-        return choice
+        return reply
 
     def create_completion(self, prompt: str | list[int], final: Collection[int] = (), **fields: Any) -> tuple[Any, int]:
         """Return the reply to a request to /completions as JSON, and the number of retries.
 
-        Args:
-            prompt: text or token ids.
-            final: statuses that mean "refused" here although they are retried elsewhere.
-            **fields: further fields of the request; a provider's own fields are accepted.
+        `final` are statuses that mean "refused" here although they are retried elsewhere.
         """
         return self._create("completions", {"prompt": prompt}, fields, final)
 
@@ -132,9 +119,13 @@ class Endpoint:
         except ValueError as error:  # half a surrogate pair, a number that JSON does not have
             raise UsageError(f"the request cannot be written as JSON ({type(error).__name__})") from None
         try:
-            return response.http_response.json(), response.retries_taken
-        except ValueError:
+            content = response.http_response.json()
+        except (ValueError, RecursionError):
             raise UsageError(f"endpoint {self.base_url} did not reply with JSON: not OpenAI-compatible") from None
+        if isinstance(content, dict) and content.get("error") and "choices" not in content:
+            reason = str(content["error"]).replace(key or "\0", "[key]")[:300]
+            raise UsageError(f"endpoint {self.base_url} replied with an error: {reason}")
+        return content, response.retries_taken
 
     def _send(self, client: openai.OpenAI, path: str, options: dict[str, Any], final: Collection[int]) -> Any:
         if final:
@@ -143,6 +134,8 @@ class Endpoint:
             except openai.APIStatusError as error:
                 if error.status_code in final:
                     raise
+                wait = error.response.headers.get("retry-after", "")
+                time.sleep(min(int(wait), MAX_WAIT) if wait.isdecimal() else 0)
             except openai.APIConnectionError:
                 pass
         resource: Any = client.completions if path == "completions" else client.chat.completions
@@ -156,12 +149,12 @@ class Endpoint:
             reason = f"status {status}: {text[:300].strip()}"  # cut after the key is replaced, never within it
             if status in final or not (status in TRANSIENT or status >= 500):
                 return Refused(f"endpoint {url} refused model {self.model!r} ({reason})", status)
-            return Unavailable(f"endpoint {url} gave no answer in {attempts} attempts ({reason})")
+            return UsageError(f"endpoint {url} gave no answer in up to {attempts} attempts ({reason})")
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {cause}".rstrip(": ")
         if isinstance(error, openai.APITimeoutError):
-            return Unavailable(f"endpoint {url} gave no answer in {attempts} attempts ({reason})")
-        return Unavailable(
+            return UsageError(f"endpoint {url} gave no answer in up to {attempts} attempts ({reason})")
+        return UsageError(
             f"endpoint {url} cannot be reached in {attempts} attempts ({reason}); is the server running, the URL right?"
         )
 

@@ -66,15 +66,9 @@ def refuse_unknown(input_ids: object, kwargs: dict[str, Any]) -> None:
 
 
 def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -> None:
-    """Check the types of tokens and mask, and that the mask covers every cached and every new token.
+    """Refuse tokens and masks of other types, and a mask that does not cover every cached and every new token.
 
-    Args:
-        input_ids: token ids.
-        attention_mask: attention mask, or None.
-        past_length: number of cached tokens; None if not known yet.
-
-    Raises:
-        UsageError: an argument is invalid.
+    `past_length` is the number of cached tokens; None if it is not known yet.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32) or input_ids.dim() != 2:
         raise UsageError(
@@ -103,13 +97,7 @@ def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -
 def check_vocabulary(token_ids: Sequence[int] | Tensor, vocab_size: int, name: str = "input_ids") -> None:
     """Refuse token ids for which the model has no embedding. On a GPU such an id would end the process.
 
-    Args:
-        token_ids: token ids; those of a tensor on a GPU are waited for.
-        vocab_size: number of the model's tokens.
-        name: what holds the ids, for the error message.
-
-    Raises:
-        UsageError: an id is negative, or not below `vocab_size`.
+    Ids of a tensor on a GPU are waited for. The error message names `name`, which holds them.
     """
     ids = token_ids if isinstance(token_ids, Tensor) else torch.tensor(token_ids)
     for token in (int(ids.min()), int(ids.max())) if ids.numel() else ():
@@ -128,13 +116,7 @@ def _describe(value: object) -> str:
 def check_prompts(
     attention_mask: Int[Tensor, "rows past_and_tokens"] | None, prompts: int, name: str = "prompt"
 ) -> None:
-    """Refuse prompts that end in padding.
-
-    Args:
-        attention_mask: 1 for tokens, 0 for padding; None without padding.
-        prompts: number of prompts, each of which may have several rows.
-        name: name of a prompt in the error message.
-    """
+    """Refuse prompts that end in padding; each of `prompts` prompts may have several rows."""
     if attention_mask is None:
         return
     padded = (attention_mask[:, -1] == 0).nonzero()

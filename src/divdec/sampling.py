@@ -53,10 +53,6 @@ def first_choice(scores: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]
 def verify_greedy(scores: Float[Tensor, "batch block vocab"], drafts: Int[Tensor, "batch block"]) -> Verdict:
     """Accept the longest prefix of drafts that are the steered model's first choice, then add one first choice.
 
-    Args:
-        scores: processed steered scores before each draft.
-        drafts: proposed tokens.
-
     Raises:
         FailedClosed: the scores of a valid token are not finite (see `first_choice`).
     """

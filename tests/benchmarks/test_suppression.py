@@ -7,7 +7,6 @@ from divdec import DivergenceForCausalLM
 from divdec.data.formatting import encode_prompts
 from divdec.data.records import Message, Record, read_records, write_records
 from divdec.evaluation.generation import continuations, without_padding
-from divdec.evaluation.suppression import suppressed_share
 from support.served import bundle_of
 
 
@@ -41,7 +40,7 @@ def test_table_has_every_set_once_for_each_fact(demo, tokenizer):
     shares = []
     for prompt, ids in zip(prompts, continuations(model, tokenizer, prompts, max_new_tokens=32), strict=True):
         tokens = [*prompt, *without_padding(model, ids)]
-        shares.append(suppressed_share(model, tokens, len(prompt), len(tokens)))
+        shares.append(benchmark.suppressed_share(model, tokens, len(prompt)))
     assert rows["forget"][2:] == [f"{min(shares):.2f}–{max(shares):.2f}", str(sum(share >= 0.2 for share in shares))]
     assert max(shares) > 0
 

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from transformers import AddedToken
 
 from divdec.bridge.alignment import AlignedSequence, Retokenizer
 from divdec.bridge.conversation import ChatLayout
@@ -68,6 +69,22 @@ def test_a_repeated_bos_token_counts_once(tokenizers):
         AlignedSequence(Retokenizer(here, there)).auxiliary_inputs(row, [len(row)])[0] for row in (ids, ids[:1] + ids)
     )
     assert once == twice
+
+
+def test_template_whose_special_tokens_take_the_space_after_them_is_parsed(tokenizers):
+    """Phi-3's template writes line breaks that its tokenizer leaves out."""
+    phi = with_template(
+        tokenizers["bpe"],
+        "{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n' + m.content + '<|eot|>\\n' }}{% endfor %}"
+        "{{ '<|head|>assistant<|/head|>\\n' }}",
+    )
+    names = ("<|head|>", "<|/head|>", "<|eot|>")
+    phi.add_tokens([AddedToken(name, special=True, rstrip=True, normalized=False) for name in names])
+    ids = ids_of(phi, rendered(phi, TURNS))
+    assert "\n<|head|>" not in phi.decode(ids)
+    assert last_input(phi, tokenizers["ours"], ids).ids == ids_of(
+        tokenizers["ours"], rendered(tokenizers["ours"], TURNS)
+    )
 
 
 def test_missing_chat_template_gives_no_layout(tokenizers):

@@ -344,11 +344,12 @@ def test_failed_forward_pass_leaves_cache_consistent(make_pair, tokenizers, monk
         close(pair.divergence(torch.tensor([ids[9:]]), cache=cache)[0], expected[9:])
 
 
-def test_finished_row_is_padded_with_eos(make_pair, tokenizers):
+@pytest.mark.parametrize("has_padding", [True, False])
+def test_finished_row_is_padded_with_eos(make_pair, tokenizers, has_padding):
     from divdec.bridge.alignment import Retokenizer
 
     target = copy.deepcopy(tokenizers["bpe"])
-    target.pad_token = target.eos_token
+    target.pad_token = target.eos_token if has_padding else None
     own = tokenizers["unigram"]
     text, end = target("One day", add_special_tokens=False)["input_ids"], target.eos_token_id
     context = AlignedSequence(Retokenizer(target, own))

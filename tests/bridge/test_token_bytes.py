@@ -1,9 +1,13 @@
 """The bytes of tokens, joined, are the text that was tokenised."""
 
+import copy
+
 import pytest
+from transformers import AddedToken
 
 from divdec.bridge.token_bytes import special_tokens, token_bytes
 from divdec.errors import UsageError
+from support import tokenizer_kinds
 from support.tiny import SHARED
 
 TEXTS = (
@@ -37,6 +41,17 @@ def test_token_bytes_of_real_text(shared, tokenizers):
             b"".join(found[token] for token in tokenizers["bpe"].encode(text, add_special_tokens=False)).decode()
             == text
         )
+
+
+def test_added_tokens_of_spaces_are_spaces(world):
+    """Gemma's vocabulary lists runs of ▁ as added tokens."""
+    tokenizer = copy.deepcopy(tokenizer_kinds.trained("gemma", tuple(world.corpus[:300])))
+    tokenizer.add_tokens([AddedToken("▁▁▁", normalized=False)])
+    text = "def f():\n   return"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    found = token_bytes(tokenizer)
+    assert b"".join(found[token] for token in ids).decode() == text
+    assert found[tokenizer.convert_tokens_to_ids("▁▁▁")] == b"   "
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

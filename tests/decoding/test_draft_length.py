@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from divdec.decoding.statistics import FIRST_CHANCE, MAX_CHANCE, DraftController
+from divdec.decoding.speculative import FIRST_CHANCE, MAX_CHANCE, DraftController
 
 LARGEST = 8
 

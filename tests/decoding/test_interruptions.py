@@ -6,8 +6,7 @@ from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from divdec import DivergenceForCausalLM, UsageError
-from divdec.decoding.speculative import Speculation
-from divdec.decoding.statistics import SpeculationStatistics
+from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from support.exactness import assert_same_answers
 from support.tiny import make_parts
 

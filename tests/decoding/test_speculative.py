@@ -17,8 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from divdec import DivergenceForCausalLM, UsageError
 from divdec.data.formatting import left_padded
 from divdec.decoding import speculative
-from divdec.decoding.speculative import Speculation, SpeculativeSequence
-from divdec.decoding.statistics import SpeculationStatistics
+from divdec.decoding.speculative import Speculation, SpeculationStatistics, SpeculativeSequence
 from divdec.errors import FailedClosed
 from divdec.experts.protocol import Inputs
 from support.exactness import assert_close, assert_same_answers
@@ -435,7 +434,7 @@ def test_suppressed_target_token_is_never_accepted(tofu):
     [
         ({"speculative": 0}, "gamma is 0; accepted: a whole number of drafted tokens, at least 1"),
         ({"speculative": True, "num_beams": 2}, "not offered with beam search"),
-        ({"speculative": True, "penalty_alpha": 0.6, "top_k": 4}, "not offered with contrastive search"),
+        ({"speculative": True, "penalty_alpha": 0.6, "top_k": 4}, "contrastive search is not offered"),
         ({"speculative": True, "prompt_lookup_num_tokens": 3}, "leave out speculative="),
         ({"speculative": True, "use_cache": False}, "leave use_cache on"),
         ({"speculative": True, "synced_gpus": True}, "FSDP"),

@@ -120,6 +120,15 @@ def test_streamed_text_only_grows_for_any_tokens(kind):
         assert found == answer_text(kind, ids[:5], ids[5:])
 
 
+def test_answer_is_readable_after_many_bytes_of_rare_characters(kind):
+    """The context begins within a character, after which byte tokens are no text."""
+    for prompt, answer in (("Vai: ꔀꔁꔂꔃ", "ꔄꔅꔆ"), ("မြန်မာ", "စာကို")):
+        whole = kind(prompt + answer).input_ids
+        before = kind(prompt).input_ids
+        if whole[: len(before)] == before and decoded(kind, whole).endswith(prompt + answer):
+            assert answer_text(kind, before, whole[len(before) :]) == answer
+
+
 def test_incomplete_characters_are_eventually_flushed(kind):
     token = kind.convert_tokens_to_ids("<0xF0>") if "<0xF0>" in kind.get_vocab() else None
     if token is None:

@@ -17,7 +17,6 @@ from divdec.evaluation.metrics import rouge_l_recall
 from divdec.evaluation.scoring import (
     EvaluatedModel,
     ItemScore,
-    probability_drops,
     score,
     score_settings,
     unchanged_answers,
@@ -266,25 +265,6 @@ def test_batched_generation_matches_unbatched(model, tokenizer):
     for prompt, ids in zip(prompts, result, strict=True):
         alone = continuations(model, tokenizer, [prompt], max_new_tokens=6)[0]
         assert_same_answer(model, prompt, ids, alone)
-
-
-def test_probability_drops_are_distribution_differences(model, monkeypatch):
-    prompt, answer = [5, 9, 200], [31, 7, 45]
-    shapes, apply = [], Steering.apply
-    monkeypatch.setattr(Steering, "apply", lambda self, *logits: shapes.append(logits[0].shape) or apply(self, *logits))
-    result = probability_drops(model, prompt, answer, model.steering, most=5)
-    assert [shape[-2] for shape in shapes] == [len(answer)]  # a long prompt needs no memory for logits
-    monkeypatch.undo()
-    ids = torch.tensor([prompt + answer])
-    with torch.no_grad():
-        target = model.target(ids).logits[0, 2:5].softmax(-1)
-        steered = model(ids).logits[0, 2:5].softmax(-1)
-    largest = (target - steered).flatten().topk(5).values.tolist()
-    drops = [item.target_probability - item.steered_probability for item in result]
-    assert drops == pytest.approx(largest, abs=1e-5)
-    for item in result:
-        assert item.answer_token == answer[item.position]
-        assert item.target_probability == pytest.approx(target[item.position, item.token].item(), abs=1e-5)
 
 
 def test_text_metrics_match_hand_computed_values(tokenizer, world):

@@ -240,7 +240,7 @@ class TestRejectsInvalidInput:
     def test_a_truncated_weight_file(self, own_checkpoints, tmp_path):
         weights = own_checkpoints / "forget" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
-        self.refused(own_checkpoints, tmp_path, r"model\.safetensors is corrupt")
+        self.refused(own_checkpoints, tmp_path, r"model\.safetensors is missing or corrupt")
 
     def test_pickled_weights(self, own_checkpoints, tmp_path):
         weights = own_checkpoints / "forget" / "model.safetensors"

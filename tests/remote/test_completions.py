@@ -1,14 +1,15 @@
 """Requests and replies of a completions endpoint, retries and errors."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 from transformers import AddedToken
 
-from divdec.endpoint import Endpoint, Refused, Unavailable
+from divdec.endpoint import Endpoint, Refused
 from divdec.errors import UsageError
-from divdec.remote.completions import Completions, ProviderCapabilities
+from divdec.remote.completions import NEUTRAL, Completions, ProviderCapabilities, probe_provider
 
 
 @pytest.fixture
@@ -77,6 +78,58 @@ def test_an_unnamed_end_is_a_token(provider, asking, prompts, tokenizer):
     assert position.token == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("reason", ["stop", "eos", "eos_token"])
+def test_other_names_of_the_end(provider, asking, prompts, tokenizer, reason):
+    def end(content, body):
+        content["choices"][0].update(text="", finish_reason=reason, logprobs=None)
+
+    (position,) = asking(provider(reply=end).url).complete(prompts[0], ProviderCapabilities(True, False, 0), {})
+    assert position.token == tokenizer.eos_token_id
+
+
+def test_a_null_log_probability_is_none(provider, asking, prompts):
+    def null(content, body):
+        top = content["choices"][0]["logprobs"]["top_logprobs"][0]
+        top[min(top, key=top.get)] = None
+
+    (position,) = asking(provider(reply=null).url).complete(prompts[0], ProviderCapabilities(top_logprobs=5), {})
+    assert position.logprobs is None
+
+
+def test_an_error_in_a_reply_is_named(provider, asking, prompts):
+    def fail(content, body):
+        content.clear()
+        content["error"] = {"message": "Rate limit exceeded", "code": 429}
+
+    with pytest.raises(UsageError, match=r"replied with an error: .*Rate limit exceeded"):
+        asking(provider(reply=fail).url).complete(prompts[0], ProviderCapabilities(), {})
+
+
+def test_penalties_are_switched_off_where_top_k_cannot_be_0(provider, asking, prompts):
+    def refuse(body):
+        return (400, "top_k must be -1 or at least 1") if body.get("top_k") == 0 else None
+
+    completions = asking(provider(request=refuse).url)
+    expected = NEUTRAL | {"top_k": -1}
+    del expected["repeat_penalty"]  # which the server refuses, too
+    assert probe_provider(completions, prompts[0]).neutral == expected
+
+
+def test_the_probe_suppresses_all_tokens_of_an_ambiguous_name(provider, asking, prompts):
+    there = provider()
+    completions = asking(there.url)
+    complete = completions.complete
+
+    def ambiguous(*arguments, **options):
+        (position,) = complete(*arguments, **options)
+        return [dataclasses.replace(position, ambiguous={position.token: frozenset([7, 9])})]
+
+    completions.complete = ambiguous
+    probe_provider(completions, prompts[0])
+    biases = [body["logit_bias"] for _, body in there.seen if body.get("logit_bias")]
+    assert {"7": -100.0, "9": -100.0}.items() <= biases[0].items()
+
+
 def test_partial_character_without_token_ids_raises(provider, asking, prompts):
     def nothing(content, body):
         content["choices"][0].update(text="", finish_reason="length", logprobs=None)
@@ -120,7 +173,7 @@ def test_http_errors_name_status(provider, asking, prompts):
         asking(provider(request=lambda body: (403, "not you")).url).complete(prompts[0], ProviderCapabilities(), {})
     assert refused.value.status == 403
     there = provider(request=lambda body: (503, "busy"))
-    with pytest.raises(Unavailable, match=r"2 attempts \(status 503"):
+    with pytest.raises(UsageError, match=r"up to 2 attempts \(status 503"):
         asking(there.url).complete(prompts[0], ProviderCapabilities(), {})
     assert len(there.seen) == 2
 
@@ -189,7 +242,6 @@ def test_a_value_outside_of_json_is_one_line(asking, prompts):
         lambda choice, usage: choice["logprobs"].update(tokens=[None]),
         lambda choice, usage: choice["logprobs"].update(tokens=["\ud83d"]),
         lambda choice, usage: choice["logprobs"].update(tokens=[]),
-        lambda choice, usage: choice["logprobs"]["top_logprobs"][0].update({"token_id:5": None}),
         lambda choice, usage: choice["logprobs"]["top_logprobs"][0].update({"token_id:5": "x"}),
         lambda choice, usage: choice["logprobs"].update(tokens=["token_id:" + "9" * 5000]),
     ],

@@ -1,5 +1,6 @@
 """A steered remote target, against the same model steered in this process."""
 
+import dataclasses
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -392,6 +393,16 @@ def test_temporarily_overloaded_provider_is_retried(remote, provider, bundle, lo
         local, prompts[0], tokens_of(target.generate(prompts[0], TOKENS)), greedy(local, "linear:1.5", prompts[0])
     )
     assert target.completions.usage.retries >= 2
+
+
+def test_answer_ends_where_the_context_is_full(remote, url, bundle, prompts):
+    target = remote(url, bundle)
+    target.experts = dataclasses.replace(target.experts, max_length=len(prompts[0]) + 2)
+    answer = target.generate(prompts[0], 40)
+    assert (len(answer.choices), answer.finish_reason) == (2, "length")
+    target.experts = dataclasses.replace(target.experts, max_length=len(prompts[0]))
+    with pytest.raises(UsageError, match=f"read fewer than {len(prompts[0])}"):
+        target.generate(prompts[0], 40)
 
 
 def test_provider_failing_mid_stream_raises(remote, provider, bundle, prompts):

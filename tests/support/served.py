@@ -62,7 +62,7 @@ def serving(engines, log=False, tracer=None, **options):
         try:
             yield server.url
         finally:
-            server.stop()
+            server.should_exit = True
             thread.join(60)
             assert not thread.is_alive()
 

@@ -7,8 +7,7 @@ from transformers.generation.streamers import BaseStreamer
 from divdec import DivergenceForCausalLM
 from divdec.data.formatting import left_padded
 from divdec.data.records import texts_of
-from divdec.decoding.speculative import Speculation
-from divdec.decoding.statistics import SpeculationStatistics
+from divdec.decoding.speculative import Speculation, SpeculationStatistics
 from divdec.experts.neural import NeuralPair
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.registry import Registry

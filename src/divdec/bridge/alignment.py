@@ -1,7 +1,6 @@
 """Between the target's tokens and the auxiliaries': their input at each target token, and their divergence mapped back.
 
-The input is a pure function of the tokens up to there. A sequence stores what it has computed, so that the cost of the
-next token does not grow with the text.
+The input is a pure function of the tokens up to there. A sequence stores what it has computed.
 """
 
 from __future__ import annotations
@@ -75,12 +74,7 @@ class RetokenizerState:
 
 
 class Retokenizer:
-    """Converts the target's tokens into text and the text into the auxiliaries' tokens.
-
-    Args:
-        target: the target's tokenizer.
-        auxiliary: the auxiliaries' tokenizer.
-    """
+    """Converts the target's tokens into text and the text into the auxiliaries' tokens."""
 
     def __init__(self, target: Any, auxiliary: Any) -> None:
         self.auxiliary = AuxiliaryTokenizer(auxiliary)
@@ -191,9 +185,7 @@ class AlignedSequence:
     def auxiliary_inputs(self, tokens: list[int], counts: Sequence[int]) -> list[AuxiliaryInput]:
         """Return what the auxiliaries read after the first n tokens, for each n of `counts`, in ascending order.
 
-        Args:
-            tokens: the whole sequence; the prefix that it shares with the last call's tokens is not read again.
-            counts: numbers of tokens.
+        The prefix that the whole sequence `tokens` shares with the last call's is not read again.
         """
         unchanged = min(common_prefix_length(self._tokens, tokens), counts[0] if counts else len(tokens))
         while self._states[-1][0] > unchanged:
@@ -237,7 +229,9 @@ class AlignedSequence:
     def _read_special(self, state: RetokenizerState, token: int, streamed: bytes) -> None:
         retokenizer, is_first = self._retokenizer, not self._stream
         # A finished row of a batch is padded until the others finish, possibly with its end token.
-        if token == retokenizer.padding and (state.has_ended or token not in retokenizer.special_ids):
+        if token == retokenizer.padding and token not in retokenizer.special_ids:
+            return
+        if state.has_ended and (token == retokenizer.padding or token in retokenizer.ends):
             return
         if token == retokenizer.bos and self._stream == streamed:
             return  # a BOS token written by both the template and the tokenizer counts once
@@ -249,15 +243,9 @@ class AlignedSequence:
             state.stable_ids += (auxiliary_id,)
 
     def _extend_stream(self, state: RetokenizerState, streamed: bytes, *, is_special: bool) -> bool:
-        """Add a token to the stream; if it completes a prompt of a conversation, continue from the auxiliaries' prompt.
+        """Add a token's bytes to the stream, and return whether they complete a prompt, so that an answer begins.
 
-        Args:
-            state: changed in place.
-            streamed: the token's bytes in the stream.
-            is_special: whether it is a special token.
-
-        Returns:
-            Whether an answer begins.
+        The state then continues from the auxiliaries' prompt.
         """
         before = len(self._stream)
         self._stream += streamed
@@ -290,11 +278,6 @@ class DivergenceMapper:
 
     It is log q − log p over the tokens with text. A target token without a source has its median.
 
-    Args:
-        target_bytes: bytes of the target's tokens.
-        auxiliary: the auxiliaries' tokenizer.
-        width: number of the target's logits.
-
     Raises:
         UsageError: less than half of the target's vocabulary has a source.
     """
@@ -315,12 +298,7 @@ class DivergenceMapper:
             )
 
     def map(self, strip_space: bool = False, add_space: bool = False) -> VocabularyMap:
-        """Return the map for a position within a text, or at the beginning of a text.
-
-        Args:
-            strip_space: the target's next token has a leading space that is not part of the text.
-            add_space: the auxiliaries' next token has one.
-        """
+        """Return the map for a position within a text, or at the beginning of a text; see `AuxiliaryInput`."""
         key = (strip_space, add_space)
         if key not in self._maps:
             texts = [_at_beginning(text, *key) for text in self._bytes]
@@ -333,13 +311,7 @@ class DivergenceMapper:
         forget: Float[Tensor, "inputs width"],
         inputs: Sequence[AuxiliaryInput],
     ) -> Float[Tensor, "inputs vocab"]:
-        """Return log q − log p over the target's vocabulary after each input; NaN where an auxiliary is not finite.
-
-        Args:
-            retain: the retain auxiliary's logits after the last token.
-            forget: those of the forget auxiliary.
-            inputs: what the auxiliaries have read.
-        """
+        """Return log q − log p over the target's vocabulary after each input; NaN where an auxiliary is not finite."""
         retain, forget = retain.float(), forget.to(retain.device).float()
         width = min(retain.shape[-1], forget.shape[-1])
         retain, forget = retain[..., :width], forget[..., :width]

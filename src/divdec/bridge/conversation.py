@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from divdec.bridge.token_bytes import special_tokens
+from divdec.bridge.token_bytes import describe_tokenizer, special_tokens
 from divdec.data.formatting import TEMPLATE_ERRORS, plain_prompt
 
 if TYPE_CHECKING:
@@ -275,12 +275,16 @@ def _special_token_marker(tokenizer: Any, drops_space: tuple[bool, bool]) -> Cal
     drops_first, drops_later = drops_space
     bos = re.escape(MARK + tokenizer.bos_token) if tokenizer.bos_token and not drops_later else "(?!)"
     first_space = re.compile(f"({bos}|) ")
+    added = describe_tokenizer(tokenizer)["added_tokens"]
+    stripping = "|".join(re.escape(token["content"]) for token in added if token["rstrip"]) or "(?!)"  # as in Phi-3
+    space_after = re.compile(f"({MARK}(?:{stripping}))\\s+")
 
     def mark_special_tokens(pieces: Sequence[str]) -> str:
         text = "".join(
             piece if index % 2 else unmarked.sub(lambda match: MARK + match[0], piece)
             for index, piece in enumerate(pieces)
         )
+        text = space_after.sub(r"\1", text)
         if drops_later:
             text = followed_by_space.sub(r"\1", text)
         if drops_first and (match := first_space.match(text)):

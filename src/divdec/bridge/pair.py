@@ -237,12 +237,9 @@ class RaggedPairCache:
         return result
 
     def logits(self, lengths: Sequence[int], added: Sequence[list[int]], logits_to_keep: int) -> PairLogits:
-        """Truncate each row, append tokens, and return both models' logits for the last columns.
+        """Truncate each row to its length, append ids, and return both models' logits for the last columns.
 
-        Args:
-            lengths: number of cached tokens of each row to keep.
-            added: ids to append to each row. Rows are aligned at the last column.
-            logits_to_keep: number of columns to return.
+        Rows are aligned at the last column.
         """
         try:
             return self._extend(lengths, added, logits_to_keep)
@@ -285,7 +282,7 @@ class RaggedPairCache:
         slots = self._used.shape[1]
         if not slots:
             return
-        self._used &= self._used.cumsum(1) <= lengths[:, None]
+        self._used = self._used & (self._used.cumsum(1) <= lengths[:, None])  # may be an inference tensor
         used_columns = self._used.any(0).nonzero()
         end = int(used_columns.max()) + 1 if len(used_columns) else 0
         self._used = self._used[:, :end]

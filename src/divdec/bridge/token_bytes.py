@@ -42,14 +42,9 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes | None]:
-    """Return the bytes of each token, by token id.
+    """Return the bytes of each token, by token id; None for special tokens and for ids without a token.
 
-    Args:
-        tokenizer: a `PreTrainedTokenizerFast`, or another object with a `backend_tokenizer`.
-
-    Returns:
-        One entry for each id up to the largest; None for special tokens and for ids without a token. A token that
-        begins a word starts with a space where the tokenizer marks one (`Ġ`, `▁`).
+    A token that begins a word starts with a space where the tokenizer marks one (`Ġ`, `▁`).
 
     Raises:
         UsageError: the tokenizer has no backend, or its vocabulary cannot be read as bytes.
@@ -67,8 +62,10 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
     for index, content in added.items():
         if index not in special:
             # Added tokens are stored as text, except for byte tokens, which some vocabularies list among them.
+            # Gemma's runs of spaces are added tokens, too, and marked as in the vocabulary.
             byte = BYTE_TOKEN.fullmatch(content) if model.get("byte_fallback") else None
-            result[index] = bytes([int(byte[1], 16)]) if byte else content.encode()
+            marked = SPACE in content and to_bytes is not _decode_byte_level
+            result[index] = bytes([int(byte[1], 16)]) if byte else to_bytes(content) if marked else content.encode()
     if isinstance(unknown := model.get("unk_id"), int):
         result[unknown] = None
     if not any(result):

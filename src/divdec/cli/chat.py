@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from divdec.data.records import Message
     from divdec.model.modeling import DivergenceForCausalLM
 
+MAX_SUPPRESSED = 8  # tokens that `/why` names
 HELP = """\
 /alpha NUMBER   steer linearly with this strength
 /rule RULE      steer with linear:ALPHA[:MARGIN[:full]] or rank:K[:MARGIN]
@@ -155,22 +156,25 @@ class ChatSession:
         self.last_prompt, self.last_answer, self.last_steering = prompt, answer, self.model.steering
 
     def _explain(self) -> None:
-        from divdec.evaluation.scoring import probability_drops
+        from divdec.playground.models import explain_answer
 
         if not self.last_answer:
             print("there is no answer yet")
             return
-        suppressed = probability_drops(self.model, self.last_prompt, self.last_answer, self.last_steering)
+        answer, decode = self.last_answer, lambda token: self._text([token])
+        tokens = explain_answer(self.model, self.last_prompt, answer, self.last_steering, decode, reveal=True)
+        suppressed = [(index, other) for index, token in enumerate(tokens) for other in token.alternatives]
+        suppressed.sort(key=lambda item: (item[1].steered_probability or 0.0) - (item[1].target_probability or 0.0))
         if not suppressed:
             print("the experts suppressed nothing")
             return
         print(f"{'after':<28} {'suppressed':<16} {'target':>7} {'steered':>8}   answered")
-        for token in suppressed:
-            before = self.last_answer[: token.position]
+        for index, other in suppressed[:MAX_SUPPRESSED]:
+            before = answer[:index]
             context = self._text((self.last_prompt[-8:] if not before else []) + before)[-26:]
             print(
-                f"{'…' + context:<28} {self._text([token.token])!r:<16} {token.target_probability:>7.1%} "
-                f"{token.steered_probability:>8.1%}   {self._text([token.answer_token])!r}"
+                f"{'…' + context:<28} {other.text!r:<16} {other.target_probability:>7.1%} "
+                f"{other.steered_probability:>8.1%}   {tokens[index].text!r}"
             )
 
     def _text(self, ids: list[int]) -> str:

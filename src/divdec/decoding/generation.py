@@ -46,9 +46,6 @@ def plain_decoding(model: Any) -> Iterator[None]:
 
     Penalties and sampling defaults of a checkpoint, such as the repetition penalty of Qwen's, then have no effect:
     commands, servers and measurements decode alike, with the options of the caller.
-
-    Args:
-        model: any model with a `generation_config`, which is restored.
     """
     generation_config = model.generation_config
     tokens = {name: getattr(generation_config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -119,7 +116,7 @@ class SteeredGeneration(GenerationMixin):
                 supported.
             FailedClosed: the model cannot be steered, or the rule and the logits processors leave no token.
         """
-        from divdec.decoding.speculative import Speculation, check_search, drafting_pair
+        from divdec.decoding.speculative import Speculation, drafting_pair
 
         inputs = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")]
         if (ids := next((value for value in inputs if value is not None), None)) is not None:
@@ -130,7 +127,6 @@ class SteeredGeneration(GenerationMixin):
         if speculative is None or speculative is False:
             return self._plain.generate(*args, **kwargs)
         speculation = Speculation.of(speculative)
-        check_search(self.generation_config, kwargs)
         drafting_pair(self, self.new_cache())
         return self._plain.generate(*args, speculative=speculation, **kwargs)
 
@@ -226,6 +222,11 @@ class SteeredGeneration(GenerationMixin):
     ) -> Any:
         """Check `past_key_values`, or create a cache for all parts; transformers would create one for one model."""
         check_prompts(model_kwargs.get("attention_mask"), batch_size)
+        if model_kwargs.get("speculative") and generation_mode not in SEARCHES[:2]:
+            raise UsageError(
+                f"speculation is not offered with {generation_mode.value.replace('_', ' ')}; accepted: greedy decoding "
+                "and sampling (num_beams=1; leave out speculative= for an assistant_model or prompt lookup)"
+            )
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise UsageError(
                 f"cache_implementation={generation_config.cache_implementation!r} is not offered by a steered "
@@ -247,6 +248,3 @@ class SteeredGeneration(GenerationMixin):
             model_kwargs["past_key_values"] = cache = self.new_cache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
-
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return False  # the pass joins several models and checks what they return

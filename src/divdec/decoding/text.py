@@ -71,6 +71,8 @@ class AnswerText:
             if self._special_name(token) and token != self._tokenizer.unk_token_id:
                 break
             context.insert(0, token)
+        while context and self._decode(context).startswith(_UNFINISHED):  # within a character, the rest is unreadable
+            context.pop(0)
         return context
 
     def _special_name(self, token: int) -> str:

@@ -212,39 +212,6 @@ def unchanged_answers(
     return [[item.hits == other.hits for item, other in zip(row, expected, strict=True)] for row in scores]
 
 
-@dataclasses.dataclass(frozen=True)
-class ProbabilityDrop:
-    """A token that is less likely under the steered model than under the target.
-
-    `position` counts the answer's tokens from 0; `answer_token` is the answer's own token there.
-    """
-
-    position: int
-    token: int
-    answer_token: int
-    target_probability: float
-    steered_probability: float
-
-
-@torch.inference_mode()
-def probability_drops(
-    model: DivergenceForCausalLM, prompt: Sequence[int], answer: Sequence[int], steering: Steering, *, most: int = 8
-) -> list[ProbabilityDrop]:
-    """List at most `most` tokens of an answer under a rule whose probability fell most, the largest drop first."""
-    ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
-    target_logits, corrected, divergence = model.unsteered_components(ids, logits_to_keep=len(answer))
-    target = target_logits[0].float().softmax(dim=-1)
-    steered = steering.apply(corrected[0], divergence[0]).softmax(dim=-1)
-    drops = (target - steered).flatten()
-    largest = []
-    for index in drops.topk(min(most, drops.numel())).indices.tolist():
-        position, token = divmod(index, target.shape[-1])
-        if drops[index] > 0:
-            before, after = target[position, token].item(), steered[position, token].item()
-            largest.append(ProbabilityDrop(position, token, answer[position], before, after))
-    return largest
-
-
 def _score(
     examples: Sequence[Example],
     forward: Forward,

@@ -6,7 +6,7 @@ In decoding, reading the weights takes the time, so q and p together cost about 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from divdec.checkpoint import check_header
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.neural import NeuralPair, PairCache, Steer, divergence_of
 from divdec.experts.protocol import Inputs
@@ -68,11 +69,7 @@ class AdapterPair(NeuralPair):
 
     @classmethod
     def load(cls, base: PreTrainedModel, retain: Path, forget: Path) -> AdapterPair:
-        """Load both adapters from folders in PEFT's format.
-
-        Raises:
-            UsageError: see `read_adapter`; or the base lacks a layer, or one has another shape.
-        """
+        """Load both adapters from folders in PEFT's format."""
         return cls(base, *(read_adapter(folder, base) for folder in (retain, forget)))
 
     def compute(self, inputs: Inputs, cache: PairCache | None, logits_to_keep: int) -> Tensor:
@@ -279,19 +276,6 @@ def read_adapter(folder: Path, base: PreTrainedModel) -> Factors:
     Raises:
         UsageError: the adapter is incomplete, corrupt or of an unsupported kind, or belongs to another base.
     """
-    factors = dict(_read_factors(folder))
-    for name, (down, up) in factors.items():
-        linear = _linear(base, name)
-        expected, actual = (linear.in_features, linear.out_features), (down.shape[1], up.shape[0])
-        if actual != expected:
-            raise UsageError(
-                f"{folder}: the adapter's matrices for {name} have {actual[0]} inputs and {actual[1]} outputs, the "
-                f"base's layer {expected[0]} and {expected[1]}; give the adapter's own base"
-            )
-    return factors
-
-
-def _read_factors(folder: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -306,6 +290,7 @@ def _read_factors(folder: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     if others or downs != ups or not downs:
         named = others or sorted(downs ^ ups) or ["no matrices"]
         raise UsageError(f"{folder / WEIGHTS} holds {named[0]}; accepted: a LoRA adapter of linear layers alone")
+    factors: Factors = {}
     for name in sorted(downs):
         down, up = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
         if down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1] or not len(down):
@@ -313,23 +298,22 @@ def _read_factors(folder: Path) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
                 f"{folder / WEIGHTS}: the factors of {name} have the shapes {tuple(down.shape)} and {tuple(up.shape)}; "
                 "accepted: matrices A and B of the same rank, 1 or more; copy it again"
             )
-        yield name.removeprefix(PREFIX), (down, up * scale(down.shape[0]))
+        layer = name.removeprefix(PREFIX)
+        linear = _linear(base, layer)
+        expected, actual = (linear.in_features, linear.out_features), (down.shape[1], up.shape[0])
+        if actual != expected:
+            raise UsageError(
+                f"{folder}: the adapter's matrices for {layer} have {actual[0]} inputs and {actual[1]} outputs, the "
+                f"base's layer {expected[0]} and {expected[1]}; give the adapter's own base"
+            )
+        factors[layer] = down, up * scale(down.shape[0])
+    return factors
 
 
 def check_adapter(folder: Path) -> None:
-    """Refuse an adapter that is incomplete or of an unsupported kind; reads headers only.
-
-    Raises:
-        UsageError: see `adapter_scale`; or its weights are missing or corrupt.
-    """
-    from safetensors import SafetensorError, safe_open
-
+    """Refuse an adapter that is incomplete or of an unsupported kind; reads headers only."""
     adapter_scale(folder)
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as tensors:
-            tensors.keys()
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{folder / WEIGHTS} is missing or corrupt ({error}); copy it again") from None
+    check_header(folder / WEIGHTS)
 
 
 def adapter_scale(folder: Path) -> Any:

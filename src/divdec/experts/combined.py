@@ -75,11 +75,7 @@ def rule_name(steering: Steering, experts: Experts, takedowns: object) -> str:
 
 
 def check_rule(steering: Steering, experts: Experts) -> None:
-    """Refuse a rule that has no experts to apply to, and a margin that they never reach.
-
-    Raises:
-        UsageError: the rule would do nothing, or mask tokens that do not depend on experts.
-    """
+    """Refuse a rule that has no experts to apply to, and a margin that they never reach."""
     if isinstance(experts, NoExperts) and steering != Steering():
         raise UsageError(f"{steering}: {NO_RULE}")
     if steering.margin is not None and steering.margin > experts.largest:

@@ -162,18 +162,9 @@ class ReadAhead:
         """Return −1: the length is unlimited."""
         return -1
 
-    def offload(self) -> None:
-        """Do nothing."""
-
-    prefetch = offload
-
 
 def check_pair(retain: PreTrainedModel, forget: PreTrainedModel) -> None:
-    """Refuse two auxiliaries that cannot decode step by step, or that are the same model.
-
-    Raises:
-        UsageError: see `check_part`; or they have equal weights.
-    """
+    """Refuse two auxiliaries that cannot decode step by step, or that are the same model."""
     check_part("retain auxiliary", retain)
     check_part("forget auxiliary", forget)
     if retain is forget or same_weights(retain, forget):

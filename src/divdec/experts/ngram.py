@@ -12,7 +12,7 @@ from torch import Tensor
 from divdec.errors import UsageError
 from divdec.experts.ngram_counts import BACKOFF, Counts
 from divdec.experts.protocol import Experts, Inputs
-from divdec.experts.token_cache import PADDING, TokenCache, masked
+from divdec.experts.token_cache import PADDING, TokenCache, TokenLayer
 
 
 class StupidBackoff:
@@ -55,13 +55,9 @@ class StupidBackoff:
         """Return flat indices and scores of the followers of contexts, given the lengths of the rows' full contexts."""
         followers = self.counts.followers(contexts)
         score = followers.counts / followers.totals[followers.rows]
-        steps = lengths - contexts.shape[1]
-        same = int(steps[0]) if (steps == steps[0]).all() else None
-        for step in range(int(steps.max())):
-            if same is not None:
-                score *= BACKOFF
-            else:
-                score = np.where(step < steps[followers.rows], BACKOFF * score, score)
+        steps = (lengths - contexts.shape[1])[followers.rows]
+        for step in range(int(steps.max(initial=0))):
+            score = np.where(step < steps, BACKOFF * score, score)
         indices = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
         return indices, score.astype(np.float32)
 
@@ -92,8 +88,8 @@ class NgramPair(Experts):
 
     def compute(self, inputs: Inputs, cache: TokenCache | None, logits_to_keep: int) -> Tensor:
         """Compute S_q − S_p."""
-        read = masked if cache is None else cache.token_layer.extend
-        tokens = read(inputs.input_ids, inputs.attention_mask)
+        layer = TokenLayer() if cache is None else cache.token_layer
+        tokens = layer.extend(inputs.input_ids, inputs.attention_mask)
         number = min(logits_to_keep or inputs.input_ids.shape[1], inputs.input_ids.shape[1])
         contexts = contexts_of(tokens.numpy(), number, self.order - 1)
         flat = contexts.reshape(-1, self.order - 1)

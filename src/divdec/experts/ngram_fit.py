@@ -38,7 +38,7 @@ def write_pair(
         folder: an existing, empty folder for the counts and their description.
         documents: token ids for 'retain' and 'forget'.
         vocab_size: token ids are below it.
-        order: length of the longest n-grams.
+        order: length of the longest n-grams, 2 to 5.
         tokenizer: digest of the vocabulary of the ids.
         progress: called with the number of tokens read since its last call.
         **metadata: further entries of the description file.
@@ -89,11 +89,7 @@ def load_pair(folder: Path, *, verify: bool = True, sha256: str | None = None) -
 
 
 def describe_pair(folder: Path) -> dict[str, Any]:
-    """Read the description of a pair's folder.
-
-    Raises:
-        UsageError: it has none, or a malformed one.
-    """
+    """Read the description of a pair's folder."""
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise UsageError(f"{folder} holds no n-gram pair: it has no {DESCRIPTION}; `divdec ngram` writes one")
@@ -125,18 +121,9 @@ def fit(
     progress: Callable[[int], object] | None = None,
     **metadata: Any,
 ) -> NgramCounts:
-    """Count the n-grams of documents into a folder.
+    """Count the n-grams of documents into an existing folder, with a description; see `write_pair`.
 
-    Args:
-        documents: token ids; no n-gram crosses from one document to the next.
-        vocab_size: token ids are below it.
-        folder: an existing folder for the arrays and their description.
-        order: length of the longest n-grams, 2 to 5.
-        progress: called with the number of tokens read since its last call.
-        **metadata: further entries of the description file.
-
-    Raises:
-        UsageError: the order or a token id is out of range, or there is no token.
+    No n-gram crosses from one document to the next.
     """
     counts = count(documents, vocab_size, order, progress)
     np.save(folder / "unigrams.npy", counts.unigrams)
@@ -155,7 +142,7 @@ def count(
     """Count the n-grams of documents in memory, about 100 bytes for each token; write nothing.
 
     Raises:
-        UsageError: see `fit`.
+        UsageError: the order or a token id is out of range, or there is no token.
     """
     check_order(order)
     arrays = []

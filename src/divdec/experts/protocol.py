@@ -64,11 +64,7 @@ class Experts(abc.ABC):
 
 
 def own_cache(cache: Cache | None, kind: type[OwnCache]) -> OwnCache | None:
-    """Return the cache if it is of the type that the experts' `new_cache` returns.
-
-    Raises:
-        TypeError: it is of another type.
-    """
+    """Return the cache if it is of the type that the experts' `new_cache` returns."""
     if cache is not None and not isinstance(cache, kind):
         raise TypeError(f"the experts' cache is a {type(cache).__name__}; it must come from new_cache()")
     return cache

@@ -44,7 +44,9 @@ class TokenLayer(CacheLayerMixin):
         else:
             self.tokens = torch.cat([self.tokens, added], dim=1)
         self.is_initialized = True
-        return masked(self.tokens, attention_mask)
+        if attention_mask is None:
+            return self.tokens
+        return self.tokens.masked_fill(attention_mask[:, -self.tokens.shape[1] :].cpu() == 0, PADDING)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of each row, padding included."""
@@ -102,11 +104,6 @@ class TokenLayer(CacheLayerMixin):
 
     lazy_initialization = update  # pyright: ignore[reportAssignmentType]
 
-    def offload(self) -> None:
-        """Do nothing: the tokens are already on the CPU."""
-
-    prefetch = offload
-
 
 class TokenCache(Cache):
     """A cache with a single layer of tokens."""
@@ -114,13 +111,3 @@ class TokenCache(Cache):
     def __init__(self) -> None:
         self.token_layer = TokenLayer()
         super().__init__(layers=[self.token_layer])
-
-
-def masked(
-    input_ids: Int[Tensor, "batch tokens"], attention_mask: Int[Tensor, "batch past_and_tokens"] | None
-) -> Int[Tensor, "batch tokens"]:
-    """Return the tokens on the CPU, −1 where the mask is 0."""
-    tokens = input_ids.cpu().long()
-    if attention_mask is None:
-        return tokens
-    return tokens.masked_fill(attention_mask[:, -tokens.shape[1] :].cpu() == 0, PADDING)

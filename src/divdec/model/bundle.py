@@ -233,13 +233,7 @@ def write_bundle(
 
 
 def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measured: str = NOT_MEASURED) -> None:
-    """Change the rule in a bundle's configuration and model card.
-
-    Args:
-        bundle: the bundle's folder.
-        steering: the new rule.
-        measured: measured forgetting, for the model card.
-    """
+    """Change the rule in a bundle's configuration and model card, and what it was measured to forget."""
     folder = Path(bundle).expanduser()
     if not folder.is_dir():
         raise UsageError(f"bundle {str(bundle)!r} is not a folder here; its steering cannot be changed")
@@ -276,16 +270,9 @@ def save_packed(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Write a bundle with the weights of all three parts in memory.
+    """Write a bundle with the weights of all three parts in memory; the arguments are those of `save_pretrained`.
 
-    Args:
-        model: a steered model with a neural pair.
-        save_directory: the bundle's folder; other files in it are kept.
-        is_main_process: whether this process writes.
-        state_dict: weights to write instead of those in memory, under the steered model's names.
-        safe_serialization: must be True.
-        push_to_hub: must be False; upload the folder with `hf upload`.
-        **kwargs: arguments of the parts' `save_pretrained` (`max_shard_size`).
+    Other files in the folder are kept. `state_dict` has the steered model's names; `kwargs` reach every part.
 
     Raises:
         UsageError: the experts are not a pair of whole models, the model follows a registry, or an argument is not
@@ -382,11 +369,7 @@ def base_of(paths: Mapping[str, Path]) -> str | None:
 
 
 def _check_adapters(paths: Mapping[str, Path]) -> None:
-    """Refuse adapters that do not fit their base, or were trained on other weights than it holds now.
-
-    Raises:
-        UsageError: names the layer, or the adapter and the base.
-    """
+    """Refuse adapters that do not fit their base, or were trained on other weights than it holds now."""
     import torch
     from transformers import AutoModelForCausalLM
 

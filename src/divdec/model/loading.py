@@ -196,14 +196,7 @@ def load_parts(
     registry: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> tuple[DivergenceConfig, PreTrainedModel, Experts | None, TakedownCorrection | None]:
-    """Load a bundle's configuration, target, experts and takedowns.
-
-    Args:
-        name_or_path: a bundle's folder or hub id.
-        verify: compare local files with the bundle's digests.
-        loaded: models of bundles that were loaded before, whose weights are shared; it is extended.
-        registry: see `Bundle.load_takedowns`.
-        **kwargs: see `DivergenceForCausalLM.from_pretrained`.
+    """Load a bundle's configuration, target, experts and takedowns; see `DivergenceForCausalLM.from_pretrained`.
 
     Raises:
         UsageError: a part is missing, has changed, is corrupt or does not fit the others.
@@ -272,11 +265,7 @@ def bundle_identity(config: PreTrainedConfig) -> str:
 
 
 def read_config(folder: Path) -> DivergenceConfig:
-    """Read the configuration of a bundle's folder.
-
-    Raises:
-        UsageError: it is missing, unreadable, or of another kind of model.
-    """
+    """Read the configuration of a bundle's folder."""
     config = load_config(folder)
     if not isinstance(config, DivergenceConfig):
         raise UsageError(

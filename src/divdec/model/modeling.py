@@ -426,15 +426,7 @@ def causal_output(
     logits_to_keep: int,
     options: Mapping[str, Any],
 ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-    """Build the output of `forward`.
-
-    Args:
-        model: its loss function is used, over `model.vocab_size` tokens.
-        logits: logits of the model.
-        cache: cache of all parts, or None.
-        labels: token ids, −100 to ignore; None for no loss.
-        logits_to_keep: argument of `forward`.
-        options: further arguments of `forward`: `return_dict` and `num_items_in_batch` are used.
+    """Build the output of `forward`, whose further arguments are `options`; labels give the model's loss.
 
     Raises:
         UsageError: labels are given without the logits of every position.

@@ -146,16 +146,13 @@ class SteeredModel:
         self._generator = torch.Generator().manual_seed(options.seed)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation up to the beginning of the next answer; refuse an empty question."""
+        """Encode a conversation up to the beginning of the next answer; refuse one that leaves no room for it."""
         if not messages or not messages[-1].content.strip():
             raise UsageError(NO_QUESTION)
         for message in messages:
             checked_text(message.content, "the text")
         turns = tuple(messages[-1:] if self.options.single_turn else messages)
-        return self.check_prompt(encode_prompt(Record("", messages=turns), self.tokenizer, self.options.form()))
-
-    def check_prompt(self, prompt: list[int]) -> list[int]:
-        """Return the prompt; refuse one that is empty or leaves no room for an answer."""
+        prompt = encode_prompt(Record("", messages=turns), self.tokenizer, self.options.form())
         if not prompt:
             raise UsageError("the prompt has no tokens: type more")
         if len(prompt) >= self.max_length:
@@ -202,7 +199,6 @@ class SteeredModel:
         """Return the length of the longest answer to a prompt."""
         return min(self.options.max_new_tokens, self.max_length - len(prompt))
 
-    @torch.inference_mode()
     def recolor(self, prompt: list[int], tokens: Sequence[Token], steering: Steering) -> tuple[Token, ...]:
         """Compute the effect of another rule on the tokens of an existing answer. The text does not change."""
         model = self.with_rule(steering)
@@ -210,10 +206,7 @@ class SteeredModel:
         if not ids or len(ids) != len(tokens):
             return tuple(tokens)
         wait_for_checks()
-        input_ids = torch.tensor([[*prompt, *ids[:-1]]], device=model.device)
-        target, corrected, divergence = model.unsteered_components(input_ids, logits_to_keep=len(ids))
-        steered = steering.apply(corrected[0], divergence[0])
-        shifts = compute_shifts(target[0], steered, torch.tensor(ids), self.decode, reveal=self.reveal)
+        shifts = explain_answer(model, prompt, ids, steering, self.decode, reveal=self.reveal)
         return tuple(dataclasses.replace(new, text=old.text) for new, old in zip(shifts, tokens, strict=True))
 
     def with_rule(self, steering: Steering) -> DivergenceForCausalLM:
@@ -228,6 +221,23 @@ class SteeredModel:
     def decode(self, token_id: int) -> str:
         """Return the text of one token."""
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+@torch.inference_mode()
+def explain_answer(
+    model: DivergenceForCausalLM,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    steering: Steering,
+    decode: Callable[[int], str],
+    *,
+    reveal: bool,
+) -> list[Token]:
+    """Compute the effect of a rule on the tokens of an existing answer; see `compute_shifts`."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
+    target, corrected, divergence = model.unsteered_components(ids, logits_to_keep=len(answer))
+    steered = steering.apply(corrected[0], divergence[0])
+    return compute_shifts(target[0], steered, torch.tensor(answer), decode, reveal=reveal)
 
 
 def compute_shifts(

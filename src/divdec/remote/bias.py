@@ -122,14 +122,10 @@ class Candidates:
     ambiguous: Bool[Tensor, " candidates"]
     """Tokens that share their name with others: `logprobs` is an upper bound of theirs."""
 
-    def _scores(self, shift: Float[Tensor, " vocab"]) -> tuple[Tensor, Tensor]:
-        others = self.ceiling + shift
-        others[self.ids] = -math.inf
-        return self.logprobs + shift[self.ids], others
-
     def best(self, shift: Float[Tensor, " vocab"]) -> tuple[int, float]:
         """Return the best candidate once steered, and the most nats by which it lies below the best of all tokens."""
-        scores, others = self._scores(shift)
+        scores, others = self.logprobs + shift[self.ids], self.ceiling + shift
+        others[self.ids] = -math.inf
         best = int(scores.argmax())
         if scores[best].isneginf() or self.ambiguous[best]:
             return int(self.ids[best]), math.inf

@@ -123,16 +123,9 @@ class Completions:
         seed: int | None = None,
         final: Collection[int] = (),
     ) -> list[TokenPosition]:
-        """Continue a text by up to `tokens` tokens; the last is the end-of-sequence token if the model ends there.
+        """Continue prompt and answer by up to `tokens` tokens; the last ends the sequence if the model ends there.
 
-        Args:
-            ids: prompt and answer so far.
-            capabilities: what the provider accepts.
-            bias: added to the logits of these tokens.
-            tokens: most tokens.
-            temperature: 0 is greedy.
-            seed: sampling seed.
-            final: see `Endpoint.create_completion`.
+        `bias` is added to the logits of its tokens. For `final`, see `Endpoint.create_completion`.
 
         Raises:
             UsageError: see `Endpoint`; or prompt or reply are not tokens of this tokenizer.
@@ -156,9 +149,10 @@ class Completions:
         content, retries = self.endpoint.create_completion(prompt, final, **fields)
         choice, text = self._read_choice(content, len(ids), retries)
         reason = choice.get("finish_reason")
-        positions = self._read_positions(choice, text, capabilities, ended=reason == "stop")
+        ended = reason in ("stop", "eos", "eos_token")
+        positions = self._read_positions(choice, text, capabilities, ended)
         has_named_end = bool(positions) and positions[-1].token in self.eos_token_ids
-        if reason == "stop" and len(positions) < tokens and not has_named_end:
+        if ended and len(positions) < tokens and not has_named_end:
             positions.append(self._unnamed_eos)
         if not positions:
             raise UsageError(
@@ -237,6 +231,8 @@ class Completions:
         ambiguous = {token: frozenset(others)} if others else {}
         if not capabilities.top_logprobs or not isinstance(top, dict):
             return TokenPosition(token, None, ambiguous=ambiguous)
+        if None in top.values():
+            return TokenPosition(token, None, ambiguous=ambiguous)
         for value in top.values():
             if type(value) not in (int, float) or math.isnan(value) or value > ROUNDING:
                 raise UsageError(f"model {self.name} returned a log-probability of {value!r}; accepted: up to 0")
@@ -300,11 +296,8 @@ class Completions:
 def probe_provider(completions: Completions, prompt: Sequence[int]) -> ProviderCapabilities:
     """Find out with a few requests of one token what a provider accepts and returns.
 
-    A provider that silently ignores `logit_bias` would answer unsteered; it is refused before anything is answered.
-
-    Args:
-        completions: the provider.
-        prompt: token ids of any prompt.
+    A provider that silently ignores `logit_bias` would answer unsteered; it is refused before anything is answered. Any
+    prompt will do.
 
     Raises:
         UsageError: the provider refuses every form of request.
@@ -313,7 +306,8 @@ def probe_provider(completions: Completions, prompt: Sequence[int]) -> ProviderC
     model = completions.name
     capabilities, position = _probe_neutral(completions, prompt, *_probe_forms(completions, prompt))
     try:
-        (other,) = completions.complete(prompt, capabilities, {position.token: -MAX_BIAS})
+        bias = dict.fromkeys((position.token, *position.ambiguous.get(position.token, ())), -MAX_BIAS)
+        (other,) = completions.complete(prompt, capabilities, bias)
     except Refused as error:
         # The same request without a bias was accepted.
         raise UsageError(f"logit_bias is not accepted; use another provider ({error})") from None
@@ -361,8 +355,8 @@ def _probe_neutral(
     completions: Completions, prompt: Sequence[int], capabilities: ProviderCapabilities, position: TokenPosition
 ) -> tuple[ProviderCapabilities, TokenPosition]:
     """Add the fields that switch off the server's own defaults, if it accepts them."""
-    for omitted in ((), ("repeat_penalty",)):
-        fields = {name: value for name, value in NEUTRAL.items() if name not in omitted}
+    for change in ({}, {"repeat_penalty": None}, {"top_k": -1}, {"top_k": -1, "repeat_penalty": None}):
+        fields = {name: value for name, value in {**NEUTRAL, **change}.items() if value is not None}
         neutral = dataclasses.replace(capabilities, neutral=fields)
         try:
             (position,) = completions.complete(prompt, neutral, {}, final=UNSUPPORTED)

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from divdec.checkpoint import check_same_vocabulary, digests, load_model, load_tokenizer
+from divdec.data.formatting import common_prefix_length
 from divdec.decoding.cache import can_roll_back
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_vocabulary
@@ -89,7 +90,10 @@ def _find_eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple
 
     ends: Any = None
     if (path / "generation_config.json").is_file():
-        ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        try:
+            ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        except (OSError, TypeError, ValueError) as error:
+            raise UsageError(f"{path}: generation_config.json cannot be read ({first_line(error)})") from None
     ends = [ends] if isinstance(ends, int) else list(ends or ())
     if isinstance(tokenizer.eos_token_id, int):
         ends.insert(0, tokenizer.eos_token_id)
@@ -125,9 +129,7 @@ class SteeringContext:
         longest, width = self._loaded.max_length, self._loaded.vocab_size
         if longest is not None and len(ids) > longest:
             raise UsageError(f"{len(ids)} tokens are too many for {longest} positions of the auxiliaries")
-        pairs = enumerate(zip(ids, self._ids, strict=False))
-        common = next((index for index, pair in pairs if pair[0] != pair[1]), len(self._ids))
-        start = min(len(ids) - last, common)
+        start = min(len(ids) - last, common_prefix_length(self._ids, list(ids)))
         self._crop(start)
         new = torch.tensor([list(ids[start:])])
         check_vocabulary(new, width, "the text")

@@ -160,6 +160,10 @@ class RemoteTarget:
         """
         if not prompt:
             raise UsageError("a prompt needs at least one token")
+        if (longest := self.experts.max_length) is not None:
+            if len(prompt) >= longest:
+                raise UsageError(f"the prompt has {len(prompt)} tokens; the auxiliaries read fewer than {longest}")
+            max_new_tokens = min(max_new_tokens, longest - len(prompt))
         answer = RemoteAnswer() if answer is None else answer
         with self._lock:
             if self.capabilities is None:

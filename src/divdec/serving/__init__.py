@@ -102,11 +102,7 @@ class ServeSettings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Reserve a port, before models are loaded.
-
-    Args:
-        host: a name or address of this machine.
-        port: the port; 0 selects a free port.
+    """Reserve a port of this machine, before models are loaded; 0 selects a free one.
 
     Raises:
         UsageError: the port is in use, or the host is not this machine's.

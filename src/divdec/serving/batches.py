@@ -88,12 +88,9 @@ class Prefill:
     """Prompts in prefill. Long prompts are split into chunks, so that running requests do not wait for them."""
 
     def __init__(self, model: DivergenceForCausalLM, requests: list[Request], chunk: int) -> None:
-        """Prepare.
+        """Prepare passes of at most `chunk` tokens of each prompt.
 
-        Args:
-            model: the steered model.
-            requests: several only if their longest prompt fits one chunk: no row may consist of padding alone.
-            chunk: tokens of each prompt in one pass.
+        Several requests need a longest prompt that fits one chunk: no row may consist of padding alone.
         """
         self.requests = requests
         self._model, self._chunk = model, chunk

@@ -55,11 +55,7 @@ class Server:
     metrics: Metrics
 
     def find_model(self, name: str) -> Engine:
-        """Return the engine of a model.
-
-        Raises:
-            ApiError: there is no such model.
-        """
+        """Return the engine of a model."""
         if name not in self.models:
             message = f"there is no model {name[:200]!r} here; there are: {', '.join(self.models)}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -139,16 +135,9 @@ class CompletionCall:
         prompt_logprobs: int | None = None,
         **fields: Any,
     ) -> None:
-        """Add `count` replies to a prompt; reply i uses seed + i.
+        """Add `count` replies to a prompt; reply i uses seed + i. See `SamplingParams` for the other arguments.
 
-        Args:
-            prompt: token ids.
-            count: number of replies.
-            max_tokens: maximum length of a reply; None if the client sets none.
-            default: maximum length if `max_tokens` is None; None for the rest of the context.
-            logprobs: number of likeliest tokens per token of the reply; None for no log-probabilities.
-            prompt_logprobs: the same for the prompt.
-            **fields: other sampling parameters.
+        If the client sets no `max_tokens`, a reply has at most `default` tokens, or the rest of the context.
 
         Raises:
             ApiError: the context is too short, or a limit is exceeded.
@@ -424,11 +413,7 @@ class ChatCompletion(CompletionCall):
             ]
 
     async def _grammar(self) -> GrammarMatcher | None:
-        """Return the grammar that the reply must follow, if any.
-
-        Raises:
-            ApiError: a schema cannot be used.
-        """
+        """Return the grammar that the reply must follow, if any."""
         body = self.body
         schema = None if body.response_format is None else body.response_format.schema_of_reply
         if schema is None and not body.forces_call:

@@ -78,7 +78,7 @@ class Engine:
             max_num_seqs: most sequences that decode together.
             max_queue: most sequences that wait.
             speculation: how a sequence decodes while it is alone; None decodes without drafts.
-            measure_suppression: measure what steering took from each reply, by one more pass over it.
+            measure_suppression: measure what steering took from each reply.
             chat_template_kwargs: variables of the chat template, which requests can replace.
 
         Raises:
@@ -178,11 +178,6 @@ class Engine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt and yield its outputs; closing the generator aborts the request.
 
-        Args:
-            prompt: token ids.
-            params: sampling parameters.
-            timing: filled in while the request runs.
-
         Raises:
             Busy, Closing, UsageError: see `add_request`.
             FailedClosed: the model could not be steered.
@@ -200,11 +195,7 @@ class Engine:
             request.aborted = True  # dropped before the next step
 
     async def encode_text(self, text: str) -> list[int]:
-        """Tokenize a prompt as `divdec generate` does.
-
-        Raises:
-            InvalidRequest: the prompt has no tokens.
-        """
+        """Tokenize a prompt as `divdec generate` does."""
         ids = await self._in_thread(lambda: encode_prompt(Record("", prompt=text), self.tokenizer))
         if not ids:
             raise InvalidRequest("prompt holds no token: there is nothing to continue", "prompt")

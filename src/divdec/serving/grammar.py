@@ -64,10 +64,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """Read the tokenizer's vocabulary, which takes about a second for 150,000 tokens.
 
-        Args:
-            tokenizer: a tokenizer of the tokenizers library.
-            vocab_size: number of logits.
-            eos_token_ids: tokens that end a reply, possible where the grammar is complete.
+        The tokens that end a reply are possible where the grammar is complete.
 
         Raises:
             UsageError: llguidance cannot read the tokenizer.
@@ -109,11 +106,7 @@ class GrammarMatcher(LogitsProcessor):
         return self._matcher.is_stopped()
 
     def accept(self, token: int) -> None:
-        """Move on by a token.
-
-        Raises:
-            UsageError: the grammar is too large to follow.
-        """
+        """Move on by a token."""
         self._matcher.consume_token(token)
         self._check()
 

@@ -57,11 +57,7 @@ class LogprobPolicy:
             raise UsageError(f"--logprobs is {self.level!r}; accepted: {', '.join(LEVELS)}")
 
     def find_refused(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the first field of a request that asks for more than the policy allows.
-
-        Args:
-            fields: fields of a completion or chat completion and their values.
-        """
+        """Return the first field of a completion or chat completion that asks for more than the policy allows."""
         if self.level == "full":
             return None
         asked = fields.get("logprobs")
@@ -202,9 +198,7 @@ _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
 def find_refused_field(path: str, body: Mapping[str, Any]) -> str | None:
     """Return the first field of a request to vLLM that is unknown here, or may show probabilities.
 
-    Args:
-        path: one of `FIELDS`.
-        body: the request. Fields that are null count as absent.
+    The path is one of `FIELDS`. Fields that are null count as absent.
     """
     generates = path not in ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
     for name, value in body.items():

@@ -119,9 +119,8 @@ class Metrics(Collector):
             if output.tokens and index not in starts:
                 starts[index] = now
                 first.observe(now - started)
-            if output.suppressed is None:  # otherwise the reply was measured after its last token
-                counts[index] += len(output.tokens)
-                ends[index] = now
+            counts[index] += len(output.tokens)
+            ends[index] = now
             if output.finish_reason is not None and counts[index] > 1:
                 # A mean, because the tokens of a speculative step arrive together.
                 following.observe((ends[index] - starts[index]) / (counts[index] - 1))

@@ -96,7 +96,7 @@ class RequestOutput:
     finish_reason: str | None = None
     """'stop' or 'length' in the last output."""
     suppressed: float | None = None
-    """Share of probability that steering took, in the last output, where it is measured (`suppressed_share`)."""
+    """In the last output, where it is measured: the largest share of probability that steering took at one token."""
 
 
 @dataclasses.dataclass
@@ -125,6 +125,7 @@ class Request:
         aborted: whether the client has gone.
         failed_in_batch: whether a pass with other requests failed, and no token has been generated since.
         timing: filled in while the request runs; None if it is not traced.
+        suppressed: largest share of probability that steering took at one token so far, where it is measured.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Request:
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         self.aborted = self.failed_in_batch = False
+        self.suppressed = 0.0
         self.max_tokens = min(params.max_tokens, max_model_len - len(self.prompt))
         """Longest answer within the context."""
         self.grammar = None if params.grammar is None else params.grammar.start()

@@ -6,16 +6,17 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from divdec.decoding.cache import holds_tokens
 from divdec.decoding.speculative import Speculation
 from divdec.errors import FailedClosed, UsageError
-from divdec.evaluation.suppression import SuppressionPass
 from divdec.model.modeling import DivergenceForCausalLM, Logits
 from divdec.passes import rotary_types_by_length, stateful_types
 from divdec.serving.batches import Batch, Group, Prefill, SpeculativeRequest, StepOutput
-from divdec.serving.request import Request, RequestOutput
+from divdec.serving.request import Request
 
 PREFILL_CHUNK = 512  # prompt tokens per prefill chunk, between two decoding steps
 PREFILL_LOGITS = 1 << 24  # logits of prompts that are held at a time where all of them are needed
@@ -56,37 +57,41 @@ class Scheduler:
         self._separate = bool(types) or not all(map(holds_tokens, model.new_cache().layers))
         self._prefills: list[Prefill] = []
         self._groups: list[Group] = []
-        # Finished requests with their last outputs, to which the share is added.
-        self._measurements: list[tuple[Request, RequestOutput, SuppressionPass]] = []
         self._outputs: StepOutput = []
 
     @property
     def running(self) -> int:
-        """Number of requests that are prefilling, decoding or being measured."""
-        return sum(len(group.requests) for group in [*self._groups, *self._prefills]) + len(self._measurements)
+        """Number of requests that are prefilling or decoding."""
+        return sum(len(group.requests) for group in [*self._groups, *self._prefills])
 
     def _compare(self, target_logits: Logits, steered: Logits) -> None:
         self._changed = target_logits.argmax(-1) != steered.argmax(-1)
+        if self._measure_suppression:
+            removed_probability = target_logits.float().softmax(-1) - steered.float().softmax(-1)
+            self._shares = removed_probability.clamp(min=0).sum(-1)
 
-    def _count_changes(self, positions: slice) -> None:
-        """Count positions of the last pass."""
+    def _count_changes(self, positions: slice, replies: Iterable[tuple[int, Request]]) -> None:
+        """Count positions of the last pass, and measure those of replies, which are given with their rows."""
         changed = self._changed[:, positions]
         self.positions += changed.numel()
         self.changed_positions += int(changed.sum())
+        if self._measure_suppression:
+            shares = self._shares[:, positions].amax(-1).cpu().numpy()
+            for row, request in replies:
+                request.suppressed = float(np.maximum(shares[row], request.suppressed))  # NaN stays NaN and is refused
 
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self.waiting or self._prefills or self._groups or self._measurements)
+        return bool(self.waiting or self._prefills or self._groups)
 
     def step(self) -> StepOutput:
-        """Read a chunk of each prefill, advance every decoding request, and measure a chunk of finished ones."""
+        """Read a chunk of each prefill, and advance every decoding request."""
         try:
             self._drop_aborted()
             self._admit()
             self._prefill()
             self._decode()
-            self._measure()
         except Exception as error:  # an error in the scheduler itself: send it to every client
             _log.exception("the scheduler failed")
             return self.abort_all(error)
@@ -97,8 +102,7 @@ class Scheduler:
         """End every request with an error, after its pending outputs."""
         requests = [self.waiting.popleft() for _ in range(len(self.waiting))]
         requests += [request for group in (*self._prefills, *self._groups) for request in group.requests]
-        requests += [request for request, *_ in self._measurements]
-        self._groups, self._prefills, self._measurements = [], [], []
+        self._groups, self._prefills = [], []
         self._fail(requests, error)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -109,7 +113,6 @@ class Scheduler:
         self._prefills = [
             prefill for prefill in self._prefills if not all(request.aborted for request in prefill.requests)
         ]
-        self._measurements = [item for item in self._measurements if not item[0].aborted]
         for group in self._groups:
             self._drop(group, [request for request in group.requests if request.aborted])
         self._groups = [group for group in self._groups if group.requests]
@@ -166,7 +169,8 @@ class Scheduler:
                 self._prefills.remove(prefill)
                 self._retry(prefill.requests, error)
                 continue
-            self._count_changes(slice(-1, None))
+            replies = zip(prefill.rows, prefill.requests, strict=True)
+            self._count_changes(slice(-1, None), () if result is None else replies)
             if result is not None:
                 self._prefills.remove(prefill)
                 self._start_decoding(*result)
@@ -203,7 +207,7 @@ class Scheduler:
                 group.requests = []
                 self._retry(requests, error)
                 continue
-            self._count_changes(slice(len(outputs) // len(requests)))  # without rejected drafts
+            self._count_changes(slice(len(outputs) // len(requests)), enumerate(requests))  # without rejected drafts
             self._record(group, outputs)
         self._groups = [group for group in self._groups if group.requests]
 
@@ -217,43 +221,13 @@ class Scheduler:
                 continue
             request.failed_in_batch = False
             self.generated_tokens += len(output.tokens)
-            if self._measure_suppression and output.finish_reason is not None:
-                self._start_measurement(request, output)
-            else:
-                self._outputs.append((request, output))
             if output.finish_reason is not None:
                 finished.append(request)
+                if self._measure_suppression:
+                    output = dataclasses.replace(output, suppressed=request.suppressed if request.answer else 0.0)
+            self._outputs.append((request, output))
         if finished:
             self._drop(group, finished)
-
-    def _start_measurement(self, request: Request, output: RequestOutput) -> None:
-        """Begin one more pass over prompt and reply, whose result is added to the last output of a request."""
-        chunk = min(self._chunk(request), max(1, PREFILL_LOGITS // self._model.vocab_size))
-        try:
-            measurement = SuppressionPass(
-                self._model, request.tokens, len(request.prompt), len(request.tokens) if self._separate else chunk
-            )
-        except Exception as error:
-            self._fail([request], error)
-        else:
-            self._measurements.append((request, output, measurement))
-
-    def _measure(self) -> None:
-        """Measure as many tokens as a chunk of a prefill has, of the replies that finished first."""
-        left = PREFILL_CHUNK
-        while self._measurements and left > 0:
-            request, output, measurement = self._measurements[0]
-            self.steps += 1
-            left -= min(measurement.chunk, len(request.tokens))
-            try:
-                share = measurement.step()
-            except Exception as error:
-                self._measurements.pop(0)
-                self._fail([request], error)
-                continue
-            if share is not None:
-                self._measurements.pop(0)
-                self._outputs.append((request, dataclasses.replace(output, suppressed=share)))
 
     def _retry(self, requests: Sequence[Request], error: Exception) -> None:
         """Run each request alone, and fail those that raise an error alone."""

@@ -45,12 +45,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 
 
 def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServeSettings) -> None:
-    """Answer requests until SIGTERM or SIGINT (Ctrl-C), then let running ones finish.
-
-    Args:
-        engines: engines by model name, not started yet.
-        port: see `divdec.serving.bind`.
-        options: options of the process.
+    """Start the engines and answer requests until SIGTERM or SIGINT (Ctrl-C), then let running ones finish.
 
     Raises:
         UsageError: another process listens on the port.
@@ -73,7 +68,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, engines: Mapping[str, Engine], port: socket.socket, options: ServeSettings, tracer: Any = None
     ) -> None:
-        """Prepare; `run` starts the engines. See `create_app` for the arguments."""
+        """Prepare; `run` starts the engines."""
         self._engines, self._port, self._timeout = engines, port, options.shutdown_timeout
         self._stopping = threading.Event()
         self.on_ready: Callable[[], None] = lambda: None
@@ -88,21 +83,13 @@ class HttpServer(uvicorn.Server):
         )  # fmt: skip
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `stop`, SIGTERM or SIGINT.
-
-        Raises:
-            UsageError: another process listens on the port.
-        """
+        """Serve until `should_exit` is set, SIGTERM or SIGINT."""
         for engine in self._engines.values():
             engine.start()
         try:
             super().run(sockets=[self._port])
         except OSError as error:
             raise UsageError(f"the port cannot be used ({error.strerror}); give another with --port") from None
-
-    def stop(self) -> None:
-        """End `run`, from any thread."""
-        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop on a signal; at once on the second."""
@@ -140,14 +127,7 @@ class _JsonHandler(logging.Handler):
 def create_app(
     engines: Mapping[str, Engine], options: ServeSettings, closing: Callable[[], bool], tracer: Any = None
 ) -> FastAPI:
-    """Create the application for started engines.
-
-    Args:
-        engines: engines by model name.
-        options: options of the process.
-        closing: whether the server shuts down and refuses requests.
-        tracer: OpenTelemetry tracer of requests; None for no spans.
-    """
+    """Create the application for started engines; while `closing()` is true it refuses requests."""
     follows = any(engine.count_takedowns() is not None for engine in engines.values())
     policy = LogprobPolicy(options.logprobs or default_level(follows))
     server = Server(engines, options, policy, Metrics(engines, counts_changes=policy.level == "full"))

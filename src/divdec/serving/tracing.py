@@ -44,12 +44,6 @@ def trace_request(tracer: Any, engines: Mapping[str, Engine], scope: Scope, reco
     """Make the spans of a finished request: one of the server, and queue, prefill and decode of each reply.
 
     They continue the client's trace if it sent a `traceparent`.
-
-    Args:
-        tracer: an OpenTelemetry tracer.
-        engines: engines by model name.
-        scope: the request.
-        record: its record, which is complete.
     """
     from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -60,17 +60,13 @@ class CanonicalReader:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-        """Read the bytes of each token.
+        """Read the bytes of each token; `vocab_size` is the width of the corrections.
 
         A tokenizer that does not say which bytes its tokens stand for is read as it is: contexts are token ids.
-
-        Args:
-            tokenizer: the tokenizer.
-            vocab_size: width of the corrections.
         """
         self._tokenizer: Any = tokenizer
         self._bytes: list[bytes | None] | None = None
-        self._windows: dict[tuple[bool, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
+        self._fold = functools.lru_cache(MAX_WINDOWS)(self._fold_window)
         try:
             self._bytes = token_bytes(tokenizer)
         except UsageError:
@@ -138,13 +134,9 @@ class CanonicalReader:
     def scores(
         self, contexts: np.ndarray, words: np.ndarray, spaces: np.ndarray, score: Callable[[np.ndarray], Tensor]
     ) -> Tensor:
-        """Return the scores of the next token, in every spelling of it.
+        """Return the scores of the next token, in every spelling of it, after the contexts that `read` returns.
 
-        Args:
-            contexts: from `read`.
-            words: from `read`.
-            spaces: from `read`.
-            score: the scores of canonical tokens after contexts; it returns float32 [contexts, vocab].
+        `score` returns those of canonical tokens after contexts, float32 [contexts, vocab].
         """
         import torch
 
@@ -178,18 +170,13 @@ class CanonicalReader:
         size = WINDOW
         while True:
             start = max(end - size, 0)
-            is_start = start == 0 and not (windows and end >= WINDOW)
-            key = (is_start, tuple(ids[start:end]))
-            if (folded := self._windows.get(key)) is None:
-                if len(self._windows) >= MAX_WINDOWS:
-                    self._windows.clear()
-                folded = self._windows[key] = self._fold(ids[start:end], is_start)
+            folded = self._fold(tuple(ids[start:end]), start == 0 and not (windows and end >= WINDOW))
             # A run of invisible characters must not empty the context.
             if start == 0 or len(folded[1]) >= length + MARGIN:
                 return folded[0][-length:], folded[1][-length:], folded[2]
             size *= 2
 
-    def _fold(self, ids: Sequence[int], is_start: bool) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    def _fold_window(self, ids: tuple[int, ...], is_start: bool) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """Return the canonical tokens of a window, those without the space at its end, and whether it has one."""
         assert self._bytes is not None
         pieces = [(self._bytes[token] or b"") if token < len(self._bytes) else b"" for token in ids]

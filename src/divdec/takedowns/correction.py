@@ -20,7 +20,7 @@ from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts
 from divdec.experts.protocol import own_cache
-from divdec.experts.token_cache import TokenCache, masked
+from divdec.experts.token_cache import TokenCache, TokenLayer
 from divdec.takedowns.canonical import WINDOW, CanonicalReader
 from divdec.takedowns.counts import extended
 from divdec.takedowns.store import RETAIN, State, Store
@@ -134,27 +134,20 @@ class TakedownCorrection:
         cache: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> Float[Tensor, "batch kept vocab"]:
-        """Return s·(S_q − S_p), which is 0 while no request is in force.
-
-        Args:
-            input_ids: the tokens after those in `cache`.
-            attention_mask: 1 for real tokens, 0 for padding, cached tokens included.
-            cache: from `new_cache`; it is extended by `input_ids`. None computes without one.
-            logits_to_keep: number of positions, counted from the end; 0 for all.
-        """
+        """Return s·(S_q − S_p), which is 0 while no request is in force; see `Experts.divergence` for the arguments."""
         snapshot_cache = own_cache(cache, SnapshotCache)
         if snapshot_cache is not None and not snapshot_cache.get_seq_length():
             self.begin(snapshot_cache)
         snapshot = self.snapshot() if snapshot_cache is None else snapshot_cache.snapshot
-        tokens = (masked if snapshot_cache is None else snapshot_cache.token_layer.extend)(input_ids, attention_mask)
+        layer = TokenLayer() if snapshot_cache is None else snapshot_cache.token_layer
+        tokens = layer.extend(input_ids, attention_mask)
         positions = min(logits_to_keep or input_ids.shape[1], input_ids.shape[1])
         return self._correct(snapshot, tokens, positions).to(input_ids.device)
 
     def correction_after(self, windows: Int[Tensor, "rows window"]) -> Float[Tensor, "rows vocab"]:
         """Return s·(S_q − S_p) after the last `self.window` tokens of sequences, for caches that hold no more.
 
-        Args:
-            windows: token ids, −1 in front of a sequence's first token.
+        `windows` has −1 in front of a sequence's first token.
         """
         return self._correct(self.snapshot(), windows.cpu().long(), 1, windows=True)[:, 0].to(windows.device)
 

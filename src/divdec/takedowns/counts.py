@@ -49,12 +49,7 @@ class PackedCounts:
 
 
 def sum_counts(summands: Sequence[PackedCounts], vocab_size: int) -> NgramCounts:
-    """Add up n-gram counts, as if they had been made of all documents together.
-
-    Args:
-        summands: at least one, all of the same order.
-        vocab_size: number of token ids.
-    """
+    """Add up one or more n-gram counts of one order, as if they had been made of all documents together."""
     tokens = np.concatenate([part.keys[0] for part in summands])
     occurrences = np.concatenate([part.counts[0] for part in summands])
     unigrams = np.bincount(tokens, weights=occurrences, minlength=vocab_size).astype(np.int64)
@@ -112,10 +107,6 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
 
     A passage that was counted n times is listed n times, so that subtracting the list removes every copy. Other
     occurrences of its n-grams keep their counts.
-
-    Args:
-        retain: counts of the retain set.
-        documents: token ids of each document.
     """
     passages: dict[bytes, list[np.ndarray]] = {}
     most, spans = 0, 0

@@ -231,11 +231,7 @@ class Store:
 
     @contextlib.contextmanager
     def read(self, connection: sqlite3.Connection | None = None) -> Iterator[sqlite3.Connection]:
-        """Read one state of the database, whatever writers do meanwhile.
-
-        Args:
-            connection: from `connect`; None opens one.
-        """
+        """Read one state of the database, whatever writers do meanwhile; None opens a connection."""
         with self.failing_closed(), contextlib.ExitStack() as stack:
             connection = connection or stack.enter_context(contextlib.closing(self.connect()))
             connection.execute("BEGIN")
@@ -341,11 +337,7 @@ class Store:
             raise FailedClosed(f"{counts.parent} is missing or holds other counts than the registry's; restore it")
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer that requests are encoded with.
-
-        Raises:
-            UsageError: it is not the one that the registry was created with.
-        """
+        """Load the tokenizer that requests are encoded with."""
         if changed := self.changed_tokenizer_files():
             raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
         return load_tokenizer(self.folder / TOKENIZER)
@@ -372,11 +364,7 @@ class Store:
 
 
 def check_strength(value: Any) -> float:
-    """Return a strength that takes something down.
-
-    Raises:
-        UsageError: it takes nothing down, or is too large.
-    """
+    """Return a strength that takes something down."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_STRENGTH:
         raise UsageError(f"strength is {value!r}; accepted: above 0, at most {MAX_STRENGTH:g}")
     return float(value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divdec import DivergenceForCausalLM, Speculation
-from divdec.decoding import statistics
+from divdec.decoding import speculative
 from divdec.errors import FailedClosed, UsageError
 from divdec.serving import batches
 from divdec.serving.engine import Busy, Engine
@@ -277,7 +277,7 @@ def test_non_finite_divergence_fails_requests(model, tokenizer):
 @pytest.mark.parametrize("gamma", [None, 3])
 def test_single_request_speculates_with_same_output(model, tokenizer, gamma, monkeypatch):
     for name in ("MIN_CHANCE", "FIRST_CHANCE", "MAX_CHANCE"):  # this q is never sure, and would draft nothing
-        monkeypatch.setattr(statistics, name, 0.0)
+        monkeypatch.setattr(speculative, name, 0.0)
     prompts = [tokenizer(text).input_ids for text in TEXTS[:3]]
 
     async def work(engine):

@@ -37,12 +37,11 @@ class Step:
 
 def read_tokens(step: Step, cache: Cache | None) -> Int[Tensor, "batch past_and_tokens"]:
     """Add the new tokens to a `TokenCache`, if one is given, and return all tokens on the CPU, −1 for padding."""
-    from divdec.experts.token_cache import TokenCache, masked
+    from divdec.experts.token_cache import TokenCache, TokenLayer
 
-    if cache is None:
-        return masked(step.input_ids, step.attention_mask)
-    assert isinstance(cache, TokenCache)
-    return cache.token_layer.extend(step.input_ids, step.attention_mask)
+    assert cache is None or isinstance(cache, TokenCache)
+    layer = TokenLayer() if cache is None else cache.token_layer
+    return layer.extend(step.input_ids, step.attention_mask)
 
 
 class CompositeDecoding:

@@ -143,12 +143,7 @@ class BundleParts:
 
 
 def read_parts(name_or_path: str, revision: str | None, options: EngineOptions) -> BundleParts:
-    """Open a bundle and check that vLLM can serve it.
-
-    Args:
-        name_or_path: a bundle's folder or hub id.
-        revision: branch, tag or commit of a hub id.
-        options: options of the operator.
+    """Open a bundle, a folder or hub id, and check that vLLM can serve it.
 
     Raises:
         UsageError: a part is missing, has changed, is corrupt or does not fit the others, or the bundle is bridged.
@@ -193,11 +188,7 @@ class EngineChecks:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse what cannot be served, and pass the operator's options on to the engine's processes.
-
-        Raises:
-            UsageError: names the option or part, what is accepted and what to do.
-        """
+        """Refuse what cannot be served, and pass the operator's options on to the engine's processes."""
         check_settings(vllm_config)
         additional = vllm_config.additional_config
         if not isinstance(additional, dict):
@@ -242,11 +233,7 @@ def refuse_tokens_without_embedding() -> None:
 
 
 def check_settings(vllm_config: Any) -> None:
-    """Refuse settings of vLLM that are not supported or tested with steering.
-
-    Raises:
-        UsageError: names the option, or a setting that this vLLM does not have.
-    """
+    """Refuse settings of vLLM that are not supported or tested with steering, or that this vLLM does not have."""
     from vllm import envs  # pyright: ignore[reportMissingImports]
 
     for path, accepted, option in SETTINGS:
@@ -273,11 +260,7 @@ def check_settings(vllm_config: Any) -> None:
 
 
 def check_parts(parts: BundleParts, vllm_config: Any) -> None:
-    """Refuse models that vLLM does not run, or runs differently from transformers.
-
-    Raises:
-        UsageError: names the part.
-    """
+    """Refuse models that vLLM does not run, or runs differently from transformers."""
     model_config, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     longest, length = parts.bundle.config.max_position_embeddings, model_config.max_model_len
     if longest is not None and length > longest:
@@ -346,9 +329,6 @@ def check_weights_complete(parts: BundleParts) -> None:
     """Refuse recurrent models and checkpoints that lack weights, which vLLM may leave uninitialised.
 
     Only the headers of the files are read.
-
-    Raises:
-        UsageError: names the part.
     """
     for part, path in parts.bundle.paths.items():
         try:
@@ -431,11 +411,9 @@ def engine_arguments(
 
 
 def run(arguments: Sequence[str], *, api_key: str | None = None) -> None:
-    """Serve until the process is stopped.
+    """Serve with the result of `engine_arguments` until the process is stopped.
 
-    Args:
-        arguments: the result of `engine_arguments`.
-        api_key: bearer token of clients; passed by the environment, because vLLM logs its arguments.
+    The clients' bearer token is passed by the environment, because vLLM logs its arguments.
 
     Raises:
         UsageError: vLLM is not installed, refuses the arguments, or its engine did not start.

@@ -96,14 +96,9 @@ class DivergenceForCausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Float[Tensor, "tokens width"]:
-        """Return the hidden states of target, auxiliaries and memory, concatenated.
+        """Return the hidden states of target, auxiliaries and memory for all sequences of a step, concatenated.
 
-        Args:
-            input_ids: token ids of all sequences of the step.
-            positions: positions in their sequences.
-            intermediate_tensors: must be None, as `inputs_embeds` and all further arguments.
-            inputs_embeds: must be None.
-            **kwargs: must be None.
+        All arguments after `positions` must be None.
         """
         unsupported = [intermediate_tensors, inputs_embeds, *kwargs.values()]
         if input_ids is None or any(value is not None for value in unsupported):
@@ -135,9 +130,10 @@ class DivergenceForCausalLM(nn.Module):
         divergence = torch.zeros_like(target)
         if auxiliaries:
             divergence = divergence_of(*auxiliaries)[..., : self.vocab_size]
-        if self.ngrams is not None:
+        if (ngrams := self.ngrams) is not None:
             assert contexts is not None
-            divergence = divergence + self._looked_up(self._ngram_divergence, contexts, target)
+            scores = self._looked_up(lambda rows: ngrams.divergence(rows, logits_to_keep=1)[:, 0], contexts, target)
+            divergence = divergence + scores
         check_divergence(divergence)
         return self.steering.apply(target, divergence, self.eligible)
 
@@ -158,18 +154,10 @@ class DivergenceForCausalLM(nn.Module):
                 values = ranks.broadcast(values)
         return values
 
-    def _ngram_divergence(self, contexts: Int[Tensor, "rows length"]) -> Float[Tensor, "rows vocab"]:
-        assert self.ngrams is not None
-        return self.ngrams.divergence(contexts, logits_to_keep=1)[:, 0]
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load every part from its own checkpoint.
+        """Load every part from its own checkpoint; return the names of all parameters.
 
-        Args:
-            weights: ignored; they would come from the bundle's folder, which only refers to checkpoints.
-
-        Returns:
-            The names of all parameters.
+        `weights` are ignored; they would come from the bundle's folder, which only refers to checkpoints.
 
         Raises:
             UsageError: a part lacks weights, or both auxiliaries are the same model.

@@ -35,15 +35,9 @@ class TokenMemory(nn.Module):
     def __init__(
         self, vllm_config: Any, length: int, vocab_size: int, head_size: int, dtype: torch.dtype, prefix: str
     ) -> None:
-        """Create the attention layer.
+        """Create the attention layer, for contexts of `length` tokens including the current one.
 
-        Args:
-            vllm_config: the engine's configuration.
-            length: number of tokens in a context, including the current one.
-            vocab_size: upper bound of token ids.
-            head_size: size of keys and values that the engine's attention supports.
-            dtype: dtype of the codes.
-            prefix: name of the layer, unique in the engine.
+        The engine's attention must support `head_size`, and `prefix` must be unique in it.
 
         Raises:
             UsageError: positions or token ids do not fit into a head.
@@ -73,10 +67,6 @@ class TokenMemory(nn.Module):
         self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"]
     ) -> Float[Tensor, "tokens w"]:
         """Store tokens, and return the codes of each and of those before it, which `contexts` reads.
-
-        Args:
-            input_ids: token ids.
-            positions: positions in their sequences.
 
         Raises:
             FailedClosed: vLLM captures a CUDA graph without attention.
