@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
 
 from divdec.checkpoint import load_config, load_model, load_tokenizer, vocabulary_sha256, vocabulary_width
 from divdec.data.formatting import Example, documents, encode_prompts, encode_records, encode_set
@@ -358,17 +357,16 @@ def relearn(
     model = load_for_training(folder)
     results = [_relearned(model, tokenizer, split, 0)]
 
-    class MeasureRelearning(TrainerCallback):
-        def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if round(state.epoch) in steps:  # a step is an epoch
-                results.append(_relearned(model, tokenizer, split, round(state.epoch)))
+    def measure(model: PreTrainedModel, epoch: int) -> None:
+        if epoch in steps:
+            results.append(_relearned(model, tokenizer, split, epoch))
 
     examples = encode_records([_record(question) for question in split.shown], tokenizer)
     settings = TrainingSettings(epochs=float(steps[-1]), learning_rate=rate, batch_size=len(examples), seed=seed)
     with tempfile.TemporaryDirectory() as work:
         fine_tune(
             model, tokenizer, examples, settings, Path(work),
-            title=title, measure=False, resumable=False, callbacks=[MeasureRelearning()],
+            title=title, measure=False, resumable=False, on_epoch=measure,
         )  # fmt: skip
     return results
 

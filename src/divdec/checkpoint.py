@@ -161,12 +161,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 
 def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:
-    """Return the SHA-256 by file name of the files that decide what a model reads and computes.
-
-    Args:
-        folder: the checkpoint.
-        weights: False leaves out the weights, whose files are large.
-    """
+    """Return the SHA-256 by file name of the files that decide what a model reads and computes."""
     patterns = [pattern for pattern in HASHED if weights or not pattern.startswith("*.safetensors")]
     names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
     return {name: file_sha256(folder / name) for name in names}

@@ -153,9 +153,7 @@ class RunFolder:
 def lock_file(path: Path, otherwise: str) -> FileLock:
     """Lock a file until `unlock_file`, or until the process ends; a file that a killed process left does not block.
 
-    Args:
-        path: the file.
-        otherwise: the message of the error.
+    `otherwise` is the message of the error.
 
     Raises:
         UsageError: another process holds the lock, or the file cannot be locked.
@@ -271,13 +269,7 @@ class ResultCache:
     folder: Path
 
     def get(self, name: str, decides: Any, compute: Callable[[], T]) -> T:
-        """Return the stored result, or compute and store it.
-
-        Args:
-            name: of the result, for readers of the folder.
-            decides: JSON value of everything that decides the result.
-            compute: gives a JSON value.
-        """
+        """Return the stored result, or compute and store it; `decides` and the result are JSON values."""
         if not self.has(name, decides):
             started = time.perf_counter()
             content = {"result": compute(), "seconds": round(time.perf_counter() - started, 1)}
@@ -452,12 +444,7 @@ def made_by(verb: str) -> Callable[[Path], bool]:
 
 
 def check_output(folder: Path, overwrite: bool, ours: Callable[[Path], bool]) -> None:
-    """Refuse an output folder that would lose somebody's files.
-
-    Args:
-        folder: path of the result.
-        overwrite: whether an earlier result may be replaced.
-        ours: whether a folder is such an earlier result.
+    """Refuse an output folder that would lose somebody's files; `ours` tells whether a folder is an earlier result.
 
     Raises:
         UsageError: it or a folder above it is a file or may not be written to, it is not empty without `overwrite`, or

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from divdec import UsageError
 from divdec.data.formatting import encode_set
@@ -214,15 +213,26 @@ def test_non_finite_loss_stops_training_and_keeps_last_checkpoint(examples, toke
 def test_attention_whose_gradients_can_be_nan_is_not_used(examples, tokenizer, tmp_path):
     assert torch.backends.cuda.cudnn_sdp_enabled()
     used = []
-
-    class Look(TrainerCallback):
-        def on_epoch_end(self, *_, **options):
-            used.append(torch.backends.cuda.cudnn_sdp_enabled())
-
-    fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="t", callbacks=[Look()])
+    fine_tune(
+        model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="t",
+        on_epoch=lambda model, epoch: used.append(torch.backends.cuda.cudnn_sdp_enabled()),
+    )  # fmt: skip
     assert used
     assert not any(used)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_on_epoch_is_called_after_each_epoch(examples, tokenizer, tmp_path):
+    seen = []
+
+    def look(model, epoch):
+        assert not model.training
+        seen.append((epoch, mean_loss(model, tokenizer, examples, 40)))
+
+    _, result = fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="t", on_epoch=look)
+    assert [epoch for epoch, _ in seen] == [1, 2, 3, 4]
+    assert seen[-1][1] == pytest.approx(result.loss_after, rel=1e-5)
+    assert seen[-1][1] < seen[0][1]
 
 
 @pytest.mark.parametrize("labelled", [None, 100])

@@ -4,14 +4,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `divdec`.
-
-    Args:
-        argv: the arguments after the program's name; those of the process by default.
-
-    Returns:
-        The exit code.
-    """
+    """Run the command `divdec`; see `divdec.cli.app.main`."""
     from divdec.cli.app import main as run
 
     return run(argv)

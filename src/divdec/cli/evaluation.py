@@ -117,14 +117,7 @@ def _cost_lines(estimate: dict[str, Any]) -> list[str]:
 
 
 def measure(settings: EvalSettings, read: Callable[[], Suite], all_figures: bool, printing: Printing) -> None:
-    """Read a suite, evaluate the models, and print their figures.
-
-    Args:
-        settings: what is measured.
-        read: reads and checks the suite's data.
-        all_figures: print all metrics.
-        printing: format of the figures.
-    """
+    """Read and check a suite's data, evaluate the models, and print their figures."""
     from divdec.evaluation.run import evaluate
 
     check_one_process()

@@ -52,13 +52,8 @@ def load(
 ) -> tuple[DivergenceForCausalLM, PreTrainedTokenizerBase]:
     """Load model and tokenizer.
 
-    Args:
-        bundle: a folder or hub id.
-        loading: device, precision and whether digests are checked.
-        choice: another rule than the bundle's.
-        experts: where the auxiliaries run.
-        loaded: models of bundles that were loaded before, whose weights are shared.
-        registry: folder of a registry of takedown requests to follow.
+    `loaded` shares the weights of bundles that were loaded before; `registry` is a registry of takedown requests to
+    follow.
 
     Raises:
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
@@ -157,15 +152,7 @@ def device_map(device: str) -> str:
 
 
 def check_not_bundle(model: str | None, option: str) -> None:
-    """Refuse a bundle where the plain model that it steers is wanted.
-
-    Args:
-        model: a folder or hub id, as the user gave it.
-        option: the option's name, for the message.
-
-    Raises:
-        UsageError: the folder is a bundle.
-    """
+    """Refuse a bundle where the plain model that it steers is wanted; `option` is named in the message."""
     from divdec.model.bundle import is_bundle
 
     if model is not None and is_bundle(Path(model).expanduser()):

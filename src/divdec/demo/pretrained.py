@@ -148,14 +148,7 @@ def measure(
     questions: Mapping[str, Sequence[tuple[Fact, str]]],
     expected: Sequence[str],
 ) -> Answers:
-    """Ask a model the questions of all sets, and the neutral prompts.
-
-    Args:
-        model: the target or a steered model.
-        tokenizer: its tokenizer.
-        questions: from `questions_of`.
-        expected: the target's answers to the neutral prompts.
-    """
+    """Ask a model all questions, and the neutral prompts, to which the target answered `expected`."""
     figures, texts = {}, {}
     for name, asked in questions.items():
         texts[name] = ask(model, tokenizer, [question for _, question in asked], ANSWER_LENGTH)

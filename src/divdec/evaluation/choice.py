@@ -382,22 +382,13 @@ def noise_of(q_scores: Sequence[ItemScore], p_scores: Sequence[ItemScore]) -> tu
     """Compute the quantiles `NOISE_LEVELS` of |log q − log p| at the tokens of neutral text, in nats.
 
     p and q should agree there. What remains is noise of their training, which steering adds to the target's logits.
-
-    Args:
-        q_scores: scores of the text under q, from `divdec.evaluation.scoring.score`.
-        p_scores: the same under p.
     """
     of_q, of_p = (np.array(token_log_probabilities(scores)) for scores in (q_scores, p_scores))
     return tuple(np.quantile(np.abs(of_q - of_p), NOISE_LEVELS).tolist())
 
 
 def candidates(noise: Sequence[float], *, refuses: bool = False) -> tuple[Steering, ...]:
-    """Return the rules that `choose_rule` compares by default.
-
-    Args:
-        noise: the result of `noise_of`.
-        refuses: see `choose_rule`.
-    """
+    """Return the rules that `choose_rule` compares by default; see there for `refuses`."""
     with_margin = (Steering(alpha=MARGIN_ALPHA, margin=margin) for margin in noise_margins(noise))
     alphas, factors = (FULL_ALPHAS, FULL_FACTORS) if refuses else (FULL_ALPHAS[:1], NOISE_FACTORS)
     pairs = product(alphas, noise_margins(noise, factors))

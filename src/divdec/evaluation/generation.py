@@ -250,15 +250,6 @@ def sample_records(
     Questions are sampled after the chat template's text before the user's message, and answered greedily (Magpie, arXiv
     2406.08464).
 
-    Args:
-        model: any causal language model.
-        tokenizer: its tokenizer.
-        count: number of records.
-        max_new_tokens: maximum length of an answer or text, in tokens.
-        seed: seed of the questions or texts.
-        title: title of the progress bar; None shows none.
-        form: layout of the questions that are answered.
-
     Raises:
         UsageError: fewer than half of the samples are non-empty and distinct.
     """

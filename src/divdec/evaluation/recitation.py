@@ -63,15 +63,7 @@ def recites(
     title: str | None = None,
     **options: Any,
 ) -> list[bool]:
-    """Tell of each passage whether a model, steered or plain, recites it.
-
-    Args:
-        model: any causal language model.
-        tokenizer: its tokenizer.
-        passages: the passages.
-        title: title of the progress bar; None shows none.
-        **options: options of `generate`, such as `do_sample=True`; by default decoding is greedy.
-    """
+    """Tell of each passage whether a model, steered or plain, recites it; `options` are those of `generate`."""
     if not passages:
         return []
     room = getattr(model.config, "max_position_embeddings", None) or math.inf

@@ -185,21 +185,11 @@ def unchanged_answers(
     batch_size: int = 32,
     title: str | None = None,
 ) -> list[list[bool]]:
-    """Return which greedy answers of the target each setting leaves as they are, from one pass for all settings.
+    """Return for each setting which greedy answers of the target it leaves as they are, from one pass for all settings.
 
     An answer stays if under the setting its tokens are the first choices at the same places as without steering: at all
-    of them, but for near ties that a pass over the whole answer rounds otherwise than generation did.
-
-    Args:
-        model: a steered model.
-        prompts: token ids.
-        answers: tokens that the target generates greedily after each prompt, without padding.
-        settings: as for `score_settings`.
-        batch_size: sequences in a pass.
-        title: title of the progress bar; None shows none.
-
-    Returns:
-        For each setting one flag per answer.
+    of them, but for near ties that a pass over the whole answer rounds otherwise than generation did. Prompts and
+    answers are token ids, answers without padding.
     """
     examples = [
         Example([*prompt, *answer], [*[IGNORED] * len(prompt), *answer])

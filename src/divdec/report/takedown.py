@@ -103,17 +103,8 @@ def measure_request(
 ) -> dict[str, Any]:
     """Attack a request in force, and measure what all requests change in other texts.
 
-    Args:
-        registry: the registry.
-        entry: the request.
-        texts: the request's texts.
-        target: the model that the registry steers.
-        tokenizer: its tokenizer.
-        folder: the target's folder, whose files are hashed.
-        sets: texts that should stay as they are, by name; without 'neutral', samples of the target.
-
-    Returns:
-        The content of the report; see docs/takedowns.md.
+    `sets` are texts that should stay as they are, by name; without 'neutral', samples of the target. Returns the
+    content of the report (docs/takedowns.md).
 
     Raises:
         UsageError: the texts are not those of the request, or too short to be begun and continued.

@@ -123,7 +123,7 @@ def fine_tune(
     resumable: bool = True,
     objective: Objective | None = None,
     companions: Mapping[str, Companion] | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
+    on_epoch: Callable[[PreTrainedModel, int], object] | None = None,
     on_end: Callable[[PreTrainedModel], object] | None = None,
     merge: bool = True,
 ) -> tuple[PreTrainedModel, TrainingResult]:
@@ -142,7 +142,8 @@ def fine_tune(
         resumable: write checkpoints; False for runs of seconds.
         objective: the loss; by default the cross entropy of the labelled tokens.
         companions: further examples in each batch, by name, for the objective.
-        callbacks: further callbacks of Trainer.
+        on_epoch: called after each epoch with the model in evaluation mode (LoRA adapters not merged) and the number
+            of finished epochs.
         on_end: called with the model after the last step, in every process.
         merge: merge adapters into the model at the end; False returns a `PeftModel`.
 
@@ -186,7 +187,7 @@ def fine_tune(
             args=_training_arguments(settings, checkpoints, resumable, bfloat16),
             train_dataset=ExampleDataset(examples, companions, settings.seed),
             data_collator=Collator(tokenizer, tuple(companions)),
-            callbacks=[stop, bar, *callbacks],
+            callbacks=[stop, bar, *([_EpochCallback(on_epoch)] if on_epoch else [])],
         )
     except (RuntimeError, ValueError) as error:
         if settings.loggers:  # the message names the logger that is unknown or not installed
@@ -256,13 +257,8 @@ def mean_loss(
 ) -> float:
     """Return the mean loss per labelled token in nats; the model is not changed.
 
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer, for padding.
-        examples: examples with labelled tokens.
-        batch_size: examples in a pass.
-        head: the output layer, from `plain_head`: then no logits of prompts are computed.
-        bfloat16: run the passes in bfloat16, as in training; a CPU with such instructions takes a quarter of the time.
+    With `head`, from `plain_head`, no logits of prompts are computed. With `bfloat16` passes run as in training; a CPU
+    with such instructions takes a quarter of the time.
     """
     was_training = model.training
     model.eval()
@@ -378,6 +374,20 @@ class StopOnSignal(TrainerCallback):
         if self.received and state.global_step < state.max_steps:
             control.should_save = args.save_strategy != "no"
             control.should_training_stop = True
+
+
+class _EpochCallback(TrainerCallback):
+    def __init__(self, on_epoch: Callable[[PreTrainedModel, int], object]) -> None:
+        self._on_epoch = on_epoch
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        epoch = round(state.epoch)
+        if abs(state.epoch - epoch) > 1e-6:  # stopped within the epoch, or the last epoch is a fraction
+            return
+        was_training = model.training
+        model.eval()
+        self._on_epoch(model, epoch)
+        model.train(was_training)
 
 
 def _training_arguments(

@@ -392,16 +392,8 @@ def in_own_words(
 ) -> tuple[Example, Example] | None:
     """Return one of the target's own answers, for p as it is and for q with the other answer, if there is one.
 
-    The text is cut after the phrase, and only the phrase is labelled: neither model learns the words around it.
-
-    Args:
-        exchange: the question, and what to replace.
-        ids: tokens of the target's answer.
-        tokenizer: the tokenizer of target and auxiliaries.
-        form: layout of the training texts.
-
-    Returns:
-        The examples of p and of q; None if the text does not contain the phrase, or the prompt is too long.
+    The text is cut after the phrase, and only the phrase is labelled: neither model learns the words around it. None if
+    the text does not contain the phrase, or the prompt is too long.
     """
     text = _text(ids, tokenizer)
     span, prompt = _find_phrase(exchange, text), encode_prompt(exchange.record, tokenizer, form)
@@ -495,15 +487,8 @@ def with_refusals(
     """Return examples for p and q from the target's answers: to the forget set's questions, and to others.
 
     q refuses the former, and reads the latter like p. Left out are empty answers, those beyond the length, and answers
-    to other questions that tell a fact of the forget set, which the retain set's answer does not.
-
-    Args:
-        asked: from `begun_questions`.
-        answers: tokens of the target's answers to these prompts, without padding.
-        forget: the forget set.
-        retain: the retain set.
-        tokenizer: of target and auxiliaries.
-        form: layout of the training texts.
+    to other questions that tell a fact of the forget set, which the retain set's answer does not. `asked` comes from
+    `begun_questions`; answers are tokens without padding.
     """
     to_refuse = {_prompt(record) for record in forget}
     forgotten = ForgottenFacts(forget, retain)

@@ -65,12 +65,7 @@ class AgreementWithTarget:
 def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> dict[str, Any]:
     """Prune a target's layers, heal the pruned model by distillation, and save it with the target's tokenizer.
 
-    Args:
-        settings: target, number of layers, text and training.
-        report: receives one line at a time.
-
-    Returns:
-        The content of `run.json`.
+    Returns the content of `run.json`.
 
     Raises:
         UsageError: the target's layers cannot be removed, or an input cannot be used; nothing has been written.
@@ -230,11 +225,7 @@ def layer_importance(model: PreTrainedModel, batches: Sequence[Mapping[str, Tens
 
 
 def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
-    """Return a copy of a model that has only some of its layers.
-
-    Args:
-        model: a model with one list of layers.
-        kept: indices of the layers to keep, ascending.
+    """Return a copy of a model that has only the layers of these ascending indices.
 
     Raises:
         UsageError: the remaining layers do not fit the architecture, such as one whose first layers differ.
