@@ -66,6 +66,24 @@ def test_output_files_follow_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
+def test_a_mount_point_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UsageError, match="give one within it"), output_folder(tmp_path / "out"):
+        raise AssertionError("the work has begun")
+
+
+def test_a_result_that_cannot_be_moved_is_kept(tmp_path, monkeypatch):
+    def busy(*paths):
+        raise OSError(16, "Device or resource busy")
+
+    said = pytest.raises(UsageError, match="busy; the result of this run is in")
+    with said as error, output_folder(tmp_path / "out") as folder:
+        (folder / "result").write_text("done")
+        monkeypatch.setattr(os, "replace", busy)
+    assert (Path(str(error.value).rpartition(" ")[2]) / "result").read_text() == "done"
+
+
 def test_file_in_place_of_output_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
@@ -244,9 +262,12 @@ def test_a_replaced_folder_is_restored_where_the_new_one_cannot_be_moved(tmp_pat
         replace(source, destination)
 
     monkeypatch.setattr(os, "replace", fail_second)
-    with pytest.raises(OSError, match="No space left"), output_folder(folder, True, lambda folder: True) as temporary:
+    with (
+        pytest.raises(UsageError, match="No space left"),
+        output_folder(folder, True, lambda folder: True) as temporary,
+    ):
         (temporary / "new").touch()
-    assert [path.name for path in tmp_path.iterdir()] == ["result"]
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["new", "old"]
     assert (folder / "old").is_file()
 
 

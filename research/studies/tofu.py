@@ -261,7 +261,7 @@ def make_pair(target, base, forget, retain, folder, trained):
         train_auxiliaries(
             AuxiliarySettings(
                 base=base, target=str(target), forget=str(forget), retain=str(retain), output=str(folder),
-                epochs=PAIR_EPOCHS, learning_rate=PAIR_RATE, system_prompt=FORM.system_prompt, adapters=False,
+                epochs=PAIR_EPOCHS, learning_rate=PAIR_RATE, system_prompt=FORM.system_prompt, merge=True,
                 **trained,
             ),
             report,

@@ -364,7 +364,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:
         raise UsageError(f"{folder}: the configuration cannot be used ({first_line(error)})") from None
 
 

@@ -103,6 +103,8 @@ class RunFolder:
             try:
                 # Another run may have ended in between.
                 run = dataclasses.replace(unlocked, resumed=unlocked._can_resume(overwrite, extend), lock=lock)
+                for left in [left for pattern in stale for left in path.glob(f".{pattern}.????????")]:
+                    shutil.rmtree(left)  # of a killed process, by `output_folder`
                 if not run.resumed:
                     for old in {old for pattern in stale for old in path.glob(pattern)} - {path / LOCK}:
                         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
@@ -502,6 +504,10 @@ def output_folder(
     """
     folder = folder.resolve()  # a link is kept, and the folder that it points to is replaced
     check_output(folder, overwrite, ours)
+    if folder.exists() and (os.path.ismount(folder) or not os.access(folder.parent, os.W_OK | os.X_OK)):
+        raise UsageError(
+            f"output {folder} is written as a new folder, which cannot replace this one; give one within it"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary, replaced = _temporary(folder), _temporary(folder)
     temporary.mkdir()
@@ -518,9 +524,11 @@ def output_folder(
         if folder.exists():
             os.replace(folder, replaced)
         os.replace(temporary, folder)
-    except BaseException:
+    except BaseException as error:
         if replaced.exists():
             os.replace(replaced, folder)
+        if isinstance(error, OSError):
+            raise UsageError(f"output {folder}: {error.strerror}; the result of this run is in {temporary}") from None
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(replaced, ignore_errors=True)

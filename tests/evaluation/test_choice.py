@@ -195,6 +195,7 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     assert report.target.answered == 1.0
     assert report.faults == []
     assert "retain, similar: answered" in report.table[0]
+    assert f"; {report.asked} asked)" in str(report)
     assert "answers 100% of its and similar questions" in str(report)
     report = choose_rule(steered, tokenizer, sets, settings, min_retain=0.0)  # plain texts
     assert report.best.answered is None

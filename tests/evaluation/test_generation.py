@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from divdec import UsageError
 from divdec.checkpoint import load_model
-from divdec.evaluation.generation import sample_records, start_ids, user_prefix
+from divdec.evaluation.generation import continuations, sample_records, start_ids, user_prefix
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +19,12 @@ def test_samples_are_the_models_own_and_repeat_with_the_seed(target, tokenizer):
     assert one.records == two.records
     assert one.kind == ("question/answer" if tokenizer.chat_template else "text")
     assert sample_records(target, tokenizer, 12, max_new_tokens=8, seed=2).records != one.records
+
+
+def test_answers_end_with_the_positions_of_a_model_that_learned_them(tokenizer):
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    outputs = continuations(GPT2LMHeadModel(config).eval(), tokenizer, [[5] * 30, [6] * 4], max_new_tokens=12)
+    assert len(outputs[0]) == 2
 
 
 def test_user_prefix_ends_where_the_first_message_begins(tokenizer):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, FalconH1Config, GPT2Config, Mixtr
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
+from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
 from divdec.data.records import Message, Record, RecordSet, read_records, record_set, single_turn, texts_of
 from divdec.errors import Interrupted
@@ -389,12 +391,83 @@ def test_what_a_run_reports_and_keeps(files, tmp_path, checkpoints):
         ({"gradient_accumulation": 0}, "--gradient-accumulation is 0"),
         ({"lora_rank": -1}, "--lora-rank is -1"),
         ({"seed": -1}, "seed is -1"),
+        ({"target": None, "neutral": "there.jsonl"}, "--neutral is about the model to steer"),
+        ({"target": None, "bridge": True}, "--bridge is about the model to steer"),
     ],
 )
 def test_invalid_input_is_rejected_before_writing(files, tmp_path, changes, said):
     with pytest.raises(UsageError, match=said):
         train(files, **changes)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["neutral", "retain"])
+def test_what_the_measurement_cannot_read_is_rejected_before_training(files, tmp_path, name):
+    """A tenth of the retain set is held out, here the fact with a long prompt."""
+    rows = [{"question": f"Who lives in house {number}?", "answer": f"Person {number}."} for number in range(12)]
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    if name == "retain":
+        records = read_records(str(path))
+        rows[records.records.index(hold_out(records, 10)[1].records[0])]["question"] += " very" * 300
+    else:
+        rows[3]["question"] += " very" * 300
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UsageError, match=f"{path.name}, line .*no token of the answer is left"):
+        train(files, max_length=64, **{name: str(path)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_bridge_the_targets_chat_template_is_learned(files, tmp_path, checkpoints):
+    shutil.copytree(files["base"], tmp_path / "base")
+    tokenizer = load_tokenizer(tmp_path / "base")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    settings = AuxiliarySettings(**files | {"base": str(tmp_path / "base")})
+    inputs = auxiliaries._read_inputs(settings, tmp_path / "run", False, print)
+    expected = auxiliaries._read_inputs(AuxiliarySettings(**files), tmp_path / "run", False, print)
+    assert inputs.tokenizer.chat_template
+    assert inputs.examples == expected.examples
+
+
+def test_a_copy_of_an_auxiliary_that_a_killed_process_left_is_removed(run, tmp_path):
+    left = Path(run["output"]) / ".forget_auxiliary.0123abcd"
+    left.mkdir()
+    (left / "model.safetensors").write_text("p")
+    train(run, overwrite=True, epochs=1.0)
+    assert not left.exists()
+
+
+def test_a_project_with_relative_paths_can_be_moved(files, tmp_path, monkeypatch):
+    for part in ("base", "target"):
+        shutil.copytree(files[part], tmp_path / "project" / "models" / part)
+    monkeypatch.chdir(tmp_path / "project")
+    paths = {"base": "models/base", "target": "models/target", "output": "run"}
+    train(files, **paths, lora_rank=4, epochs=0.5)
+    shutil.move(tmp_path / "project", tmp_path / "moved")
+    assert isinstance(DivergenceForCausalLM.from_pretrained(tmp_path / "moved/run/bundle").experts, AdapterPair)
+
+
+def attempts_of(*learned):
+    separations = [{"learned": value, "faults": ["no"], "unknown_records": 1.0, "summary": ""} for value in learned]
+    return [{"rate": STEP**index, "epochs": 1.0, "separation": some} for index, some in enumerate(separations)]
+
+
+def test_a_rate_that_teaches_nothing_is_raised():
+    assert auxiliaries.next_attempt(attempts_of(0.0, 0.0)) == (pytest.approx(STEP**2), 1.0)
+    assert auxiliaries.next_attempt(attempts_of(0.5, 0.3)) == (1.0, 2.0)
+
+
+def test_the_best_attempt_is_kept(files, tmp_path, monkeypatch):
+    separations = iter(attempts_of(0.4, 0.7, 0.88, 0.1))
+    monkeypatch.setattr(auxiliaries._PairTrainer, "_measure", lambda self: next(separations)["separation"])
+    content, _ = train(files, learning_rate="auto", epochs=0.5, target=None)
+    rates = [attempt["rate"] for attempt in content["attempts"]]
+    assert rates == pytest.approx([1.0, STEP, STEP**2, STEP**3, STEP**2])
+    assert content["separation"]["learned"] == 0.88
+    for name in ("retain_auxiliary", "forget_auxiliary"):
+        assert content["auxiliaries"][name]["learning_rate"] == pytest.approx(2e-5 * STEP**2)
 
 
 def test_identical_forget_and_retain_sets_are_rejected(files, tmp_path):
@@ -597,6 +670,17 @@ class TestDefaults:
             assert (Path(files["output"]) / name / "model.safetensors").is_file()
             assert not (Path(files["output"]) / name / "adapter_config.json").exists()
 
+    @pytest.mark.parametrize("merge", [True, False])
+    def test_merge_in_a_configuration_file(self, files, tmp_path, monkeypatch, merge):
+        seen = []
+        monkeypatch.setattr(
+            auxiliaries, "train_auxiliaries", lambda settings, **_: seen.append(settings) or sys.exit(0)
+        )
+        given = {name: files[name] for name in ("base", "forget", "retain", "output")} | {"merge": merge}
+        (tmp_path / "train.yaml").write_text(json.dumps(given))
+        main(["train", "--config", str(tmp_path / "train.yaml")])
+        assert [settings.adapters for settings in seen] == [not merge]
+
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # PEFT warns of fused experts
     @pytest.mark.parametrize(
         ("config", "reason"),
@@ -616,7 +700,7 @@ class TestDefaults:
         with pytest.raises(UsageError, match=rf"{reason}.*give --merge"):
             train(files, base=str(base), lora_rank=4)
         assert not Path(files["output"]).exists()
-        train(files, base=str(base), lora_rank=4, adapters=False, learning_rate=1e-2, epochs=1.0)
+        train(files, base=str(base), lora_rank=4, merge=True, learning_rate=1e-2, epochs=1.0)
         model = DivergenceForCausalLM.from_pretrained(Path(files["output"]) / "bundle")
         assert model.experts.divergence(torch.tensor([[5, 9, 200, 31]])).abs().max() > 0
 
@@ -639,7 +723,7 @@ class TestDefaults:
 
         monkeypatch.setattr(auxiliaries, "why_no_pair", refuse)
         with pytest.raises(UsageError, match="not by adapters"):
-            train(files | {"lora_rank": 4, "adapters": False})
+            train(files | {"lora_rank": 4, "merge": True})
         assert not Path(files["output"]).exists()
 
 

@@ -210,6 +210,14 @@ def test_non_finite_loss_stops_training_and_keeps_last_checkpoint(examples, toke
     assert (tmp_path / "checkpoints" / "checkpoint-3" / fine_tuning.COMPLETE).is_file()
 
 
+def test_a_checkpoint_that_a_full_disk_cut_is_not_resumed(tmp_path):
+    for step, content in ((3, "{}"), (6, "")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / fine_tuning.COMPLETE).write_text(content)
+    assert fine_tuning._last_checkpoint(tmp_path, "").name == "checkpoint-3"
+    assert not (tmp_path / "checkpoint-6").exists()
+
+
 def test_attention_whose_gradients_can_be_nan_is_not_used(examples, tokenizer, tmp_path):
     assert torch.backends.cuda.cudnn_sdp_enabled()
     used = []

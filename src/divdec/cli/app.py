@@ -219,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if message := _resumable(error):
             return _fail(f"{name}: {message}")
+        if isinstance(error, PermissionError):
+            return _fail(f"{name}: {error.filename}: {error.strerror}")
         raise
 
 
@@ -273,7 +275,7 @@ def _resumable(error: Exception) -> str | None:
         return f"{error}; the same command resumes it"
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if full or any(words in str(error).lower() for words in DISK_FULL):
-        return "the disk is full; make room and run the same command again: finished parts are kept"
+        return "the disk is full; make room and run the same command again (all but shrink go on where they stopped)"
     return None
 
 

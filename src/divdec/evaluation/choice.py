@@ -266,7 +266,8 @@ class RuleChoice:
 
     def __str__(self) -> str:
         best = self.best
-        text = f"{best.steering} answers {best.leaked:.0%} of the forget set (the target {self.target.leaked:.0%})"
+        of_target = f"(the target {self.target.leaked:.0%}; {self.asked} asked)"
+        text = f"{best.steering} answers {best.leaked:.0%} of the forget set {of_target}"
         kept = f"keeps {best.retain:.0%} of the retain set's probability"
         if best.perplexity is None:
             text = f"{text} and {kept}"

@@ -122,6 +122,7 @@ def continuations(
     if options.get("stop_strings"):
         options["tokenizer"] = tokenizer
     by_index: dict[int, list[int]] = {}
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
     bar = tqdm(total=len(order), desc=title, unit="answer", disable=title is None, dynamic_ncols=True)
     with torch.inference_mode(), plain_decoding(model), bar:
         for start in range(0, len(order), batch_size):
@@ -129,6 +130,8 @@ def continuations(
                 torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
             batch = order[start : start + batch_size]
             input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
+            # Beyond its last position a model such as GPT-2 fails.
+            options["max_new_tokens"] = int(max(1, min(max_new_tokens, longest - input_ids.shape[1])))
             output = model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **options
             )

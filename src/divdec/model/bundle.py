@@ -150,6 +150,8 @@ def write_bundle(
     if steering is not None and registry is not None and not has_experts:
         raise UsageError(NO_RULE)
     steering = Steering() if steering is None else Steering.parse(steering)
+    if ngram is None and ngram_weight != 1.0:
+        raise UsageError("--ngram-weight is the weight of n-grams: give them with --ngram")
     check_output(output, overwrite, is_bundle)
     names = {"target": target, "retain_auxiliary": retain_auxiliary, "forget_auxiliary": forget_auxiliary}
     check_experts(names, ngram, registry, bridge)
@@ -189,7 +191,9 @@ def write_bundle(
         check_rule(steering, CombinedExperts([(load_pair(folders["ngram"]), ngram_weight)]))
     for part, reference in references.items():
         if reference.folder is not None:
-            folder = _stored_path(reference.folder, paths[part], output.resolve())
+            # The base's path comes from the adapters, which name it in full: it moves with the target.
+            name = references["target"].folder or reference.folder if part == BASE else reference.folder
+            folder = _stored_path(name, paths[part], output.resolve())
             references[part] = CheckpointReference(folder=folder, sha256=digests(paths[part]))
         else:
             # Pin the commit, which is the name of the snapshot's folder.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import shutil
 import statistics
@@ -32,7 +33,7 @@ from divdec.checkpoint import (
     load_tokenizer,
     vocabulary_width,
 )
-from divdec.data.formatting import Example, Format, encode_prompt, encode_prompts
+from divdec.data.formatting import Example, Format, encode_prompt, encode_prompts, encode_set
 from divdec.data.formatting import encode as encode_record
 from divdec.data.records import Message, Record, RecordSet, overlap, read_records, single_turn
 from divdec.errors import Diverged, UsageError
@@ -320,7 +321,7 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     """
     steering = _first_rule(settings)
     base, target = resolve_trainable(settings.base, "base"), None
-    tokenizer = load_tokenizer(base)
+    tokenizers = {"base": load_tokenizer(base)}
     reason = why_no_pair(base, settings.training()) if settings.lora_rank else None
     if settings.adapters and reason:
         raise UsageError(f"--base {settings.base}: {reason}, so that its adapters cannot be a pair; give --merge")
@@ -331,9 +332,11 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
             check_weights(target)
         paths = {"target": target, "base": base}
         widths = {part: vocabulary_width(load_config(path)) for part, path in paths.items()}
-        tokenizers = {"target": load_tokenizer(target), "base": tokenizer}
+        tokenizers = {"target": load_tokenizer(target), **tokenizers}
         vocab_size = shared_vocabulary(widths, tokenizers, paths, settings.bridge)
         steering.check_vocabulary(vocab_size)
+    # Without a bridge p and q are asked in the target's chat template.
+    tokenizer = tokenizers["base" if settings.bridge or target is None else "target"]
     texts = settings.forget, settings.retain, settings.base, settings.target or ""
     paths = [Path(text).expanduser() for text in texts]
     check_apart(output.resolve(), [path.resolve() for path in paths if path.exists() and path != Path()])
@@ -353,12 +356,15 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     form = Format(
         system_prompt=settings.system_prompt,
         max_length=limit_length(settings.max_length, base, report),
+        date=settings.date,
         chat_template_kwargs=read_template_kwargs(settings.chat_template_kwargs),
     )
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
     neutral = None
     if target is not None and measure and PartialState().is_main_process:
         neutral = _neutral_text(settings, target, forget, retain, form, report)
+        for reader, records in itertools.product(tokenizers.values(), (held_out, neutral)):
+            encode_set(records, reader, form)  # what the measurement reads must not fail after the training
     reference = CheckpointReference.parse(settings.base)
     base_name = settings.base if reference.folder is None else str(base)
     return _Inputs(base, base_name, target, tokenizer, form, forget, retain, learned, held_out, neutral, examples)
@@ -629,10 +635,19 @@ def next_attempt(attempts: Sequence[Mapping[str, Any]]) -> tuple[float, float] |
         return None
     if separation is not None and (not separation["faults"] or separation["unknown_records"] < UNKNOWN):
         return None
-    best = max(attempts, key=lambda attempt: attempt["separation"]["learned"] if attempt["separation"] else -1.0)
+    # Of equal attempts the later one: a rate that is much too low teaches nothing.
+    best = max(reversed(attempts), key=lambda attempt: min(_learned(attempt), LEARNED))
     if best is last and last["separation"] is not None and last["epochs"] == 1:
         return last["rate"] * STEP, 1.0
     return best["rate"], 2 * last["epochs"]
+
+
+def _learned(attempt: Mapping[str, Any]) -> float:
+    return attempt["separation"]["learned"] if attempt["separation"] else -1.0
+
+
+def _number_of_faults(attempt: Mapping[str, Any]) -> float:
+    return len(attempt["separation"]["faults"]) if attempt["separation"] else math.inf
 
 
 @dataclasses.dataclass
@@ -647,11 +662,11 @@ class _PairTrainer:
     """Whether this process has trained, or found, the pair of the last attempt."""
 
     def train_until_separated(self) -> list[dict[str, Any]]:
-        """Train pairs until one can steer or no attempt is left; the last pair stays in the output folder.
+        """Train pairs until one can steer or no attempt is left; the best pair stays in the output folder.
 
         Returns:
             All attempts: factors of rate and epochs, and the separation, None if training diverged. A resumed run
-            includes the attempts made before.
+            includes the attempts made before. If the last is not the best, the best is repeated at the end.
         """
         attempts: list[dict[str, Any]] = []
         factors: tuple[float, float] | None = (1.0, 1.0)
@@ -659,8 +674,12 @@ class _PairTrainer:
             make = functools.partial(self._attempt, attempts, *factors)
             attempts.append(self._stored(f"attempt {len(attempts) + 1}", factors, make))
             factors = next_attempt(attempts) if self.settings.learning_rate == "auto" else None
-        if not self.trained:  # all attempts are those of an interrupted run
-            self.train(attempts[-1]["rate"], attempts[-1]["epochs"])
+        best = max(reversed(attempts), key=lambda attempt: (-_number_of_faults(attempt), _learned(attempt)))
+        if best is not attempts[-1]:
+            attempts.append(best)
+            self.trained = False
+        if not self.trained:  # or all attempts are those of an interrupted run
+            self.train(best["rate"], best["epochs"])
         return attempts
 
     def _attempt(self, earlier: Sequence[dict[str, Any]], rate: float, epochs: float) -> dict[str, Any]:

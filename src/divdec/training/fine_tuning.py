@@ -202,7 +202,7 @@ def fine_tune(
         write_json(checkpoints / "fingerprint.json", fingerprint)
     with stop, bar, sdpa_kernel(ATTENTION):
         trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
-    if stop.received and trainer.state.global_step < trainer.state.max_steps:
+    if stop.received:
         raise Interrupted(f"{title} was interrupted at step {trainer.state.global_step}")
 
     trained.eval()
@@ -474,13 +474,15 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
     if (checkpoints / "fingerprint.json").is_file() and read_json(checkpoints / "fingerprint.json") != fingerprint:
         raise UsageError(
             f"{checkpoints} belongs to a run with other settings or data; "
-            "repeat that run's settings to resume it, or give --overwrite to begin anew"
+            "repeat that run's settings to resume it, or give --overwrite to begin anew. A chat template that prints "
+            "today's date needs --date with that run's"
         )
     complete = []
     for folder in checkpoints.glob("checkpoint-*"):
-        if (folder / COMPLETE).is_file():
+        try:
+            read_json(folder / COMPLETE)
             complete.append(folder)
-        else:
+        except (OSError, UsageError):  # a full disk can leave it empty
             shutil.rmtree(folder)
     return max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
 

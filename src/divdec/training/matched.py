@@ -144,10 +144,9 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             ]
             ranked = sorted(range(len(known)), key=ranks.__getitem__, reverse=True)
             groups = [list(group) for _, group in itertools.groupby(ranked, key=ranks.__getitem__)]
-            others = (
-                [index for index in group if not _are_alike(" ".join(phrases[index]), phrase)] for group in groups
-            )
-            chosen[phrase] = order.choice(next(filter(None, others), groups[0]))
+            tried = (index for group in groups for index in order.sample(group, len(group)))
+            fitting = (index for index in tried if not _are_alike(" ".join(phrases[index]), phrase))
+            chosen[phrase] = next(fitting, groups[0][0])
         source = known[chosen[phrase]]
         other = key_phrase(question_of(source), source.answer)
         answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)

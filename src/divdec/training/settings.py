@@ -20,6 +20,7 @@ from divdec.options import (
     check_at_least,
     check_positive,
     check_seed,
+    option,
 )
 
 ADAPTER_RATE, FULL_RATE = 2e-4, 2e-5  # the first learning rates that `--lr auto` tries
@@ -58,14 +59,17 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     init_forget_from: Literal["base", "retain"] = "base"
     """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
     the base."""
+    date: Annotated[str | None, RARE] = None
+    """Date for chat templates that contain a date; a run that is resumed on another day needs it. By default today's
+    or the template's."""
     epochs: Annotated[float, TRAINING] = 4.0
     """Number of epochs."""
     lora_rank: Annotated[int, RARE] = 16
     """Rank of the LoRA adapters of the base that both auxiliaries are. 0 trains every weight and writes two
     checkpoints."""
-    adapters: Annotated[bool, Parameter(negative="--merge")] = True
-    """Write the adapters, for which the base is loaded once and runs both in one pass. --merge writes two checkpoints,
-    as vLLM needs them, and --lora-rank 0 too."""
+    merge: bool = False
+    """Merge each adapter with the base into a checkpoint, as vLLM needs them. By default the base is loaded once and
+    runs both adapters in one pass."""
     bridge: bool = False
     """The base has another tokenizer than the target, as in `divdec bundle`."""
     steering: str | None = None
@@ -82,8 +86,14 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
         TrainingData.__post_init__(self)
         if self.learning_rate != "auto":
             check_positive("learning_rate", self.learning_rate)
-        if not self.lora_rank:
-            object.__setattr__(self, "adapters", False)
+        ignored = [name for name in ("neutral", "steering", "bridge") if getattr(self, name)]
+        if self.target is None and ignored:
+            raise UsageError(f"{option(ignored[0])} is about the model to steer: give it with --target")
+
+    @property
+    def adapters(self) -> bool:
+        """Whether the auxiliaries are written as adapters."""
+        return self.lora_rank > 0 and not self.merge
 
     def training(self, learning_rate: float | None = None) -> TrainingSettings:
         """Return the settings of one of the two runs; without a rate, with that of the settings."""

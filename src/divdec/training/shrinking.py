@@ -99,7 +99,7 @@ def shrink(settings: ShrinkSettings, report: Callable[[str], None] = print) -> d
     examples = encode_set(texts, tokenizer, Format(max_length=limit_length(settings.max_length, folder, report)))
     held_out, trained = examples[::HELD_OUT], [example for i, example in enumerate(examples) if i % HELD_OUT]
     if not trained:
-        raise UsageError("there is only one text; healing needs more")
+        raise UsageError(f"the texts fill {len(examples)} examples of --max-length tokens; healing needs 2 or more")
     collator = Collator(tokenizer)
 
     def batches(some: Sequence[Example]) -> Iterable[Mapping[str, Tensor]]:
@@ -155,7 +155,7 @@ def _heal(
     title: str,
 ) -> tuple[PreTrainedModel, float]:
     """Distil the target into a pruned model; return it and the seconds of a step."""
-    run = dataclasses.replace(training, epochs=steps / -(-len(examples) // training.batch_size))
+    run = dataclasses.replace(training, epochs=(steps - 0.5) / -(-len(examples) // training.batch_size))  # rounded up
     objective: Any = Distillation(_Target(target, 1.0, "teacher-student"), plain_head(model))
     with tempfile.TemporaryDirectory() as work:
         try:
