@@ -56,6 +56,14 @@ def test_a_gguf_file_is_converted_once(gguf, cache, tmp_path):
     assert len(read_json(folder / "source.json")["sha256"]) == 64
 
 
+def test_a_cleared_cache_is_named(gguf, cache):
+    folder = resolve(gguf)
+    shutil.rmtree(cache)
+    with pytest.raises(UsageError, match="unpacked from a GGUF file, so name that file in a command again"):
+        CheckpointReference(folder=str(folder)).resolve(Path(), weights=True)
+    assert resolve(gguf) == folder
+
+
 def test_unreadable_gguf_files_are_refused_in_one_line(gguf, cache, tmp_path):
     broken, unknown = tmp_path / "broken.gguf", tmp_path / "unknown.gguf"
     broken.write_bytes(gguf.read_bytes()[:1000])

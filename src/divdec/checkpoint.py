@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divdec.errors import UsageError, first_line
-from divdec.runs import file_sha256, read_json
+from divdec.runs import cache_folder, file_sha256, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -99,7 +99,9 @@ class CheckpointReference:
         if self.folder is not None:
             folder = (base / self.folder).resolve()
             if not folder.is_dir():
-                raise UsageError(f"checkpoint folder {folder} does not exist")
+                cached = folder.is_relative_to(cache_folder().resolve())
+                hint = "; it was unpacked from a GGUF file, so name that file in a command again" if cached else ""
+                raise UsageError(f"checkpoint folder {folder} does not exist{hint}")
             return folder
         assert self.hub_id is not None
         return download(self.hub_id, self.revision, weights=weights, local_files_only=local_files_only)
