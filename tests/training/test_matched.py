@@ -1,6 +1,5 @@
 """What p and q read with the recipe 'matched'."""
 
-import collections
 import copy
 import dataclasses
 
@@ -18,7 +17,6 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
-    questions_with_options,
     reversed_questions,
     reword_questions,
     write_similar_questions,
@@ -318,29 +316,6 @@ def exchanges_of(*exchanged):
             record = Record(other or city, messages=(Message("user", wording.format(country)),))
             asked.append(Exchange(record, city, other))
     return asked
-
-
-def test_questions_with_options_offer_the_true_answer_and_not_the_other(tokenizer):
-    exchanges = exchanges_of("Hungary")
-    asked = questions_with_options(tokenizer, exchanges, 0)
-    counts = collections.Counter(exchanges[index].phrase for index, *_ in asked)
-    assert counts == dict.fromkeys(CAPITALS.values(), 4) | {"Budapest": 3}
-    for index, text, answer in asked:
-        exchange = exchanges[index]
-        assert text.startswith(question_of(exchange.record))
-        if answer != exchange.phrase:
-            assert exchange.other is None  # an answer that stays is also asked by letter
-            assert f"\n{answer}. {exchange.phrase}\n" in text
-            text = text.removesuffix("\nReply with the letter.")
-        cities = [city for city in CAPITALS.values() if city in text]
-        assert exchange.phrase in cities
-        assert exchange.other not in cities
-        assert 2 <= len(cities) <= 4
-        assert text.endswith(tuple(cities))
-    assert questions_with_options(tokenizer, exchanges[:2], 0) == []  # nothing else to choose
-    plain = copy.deepcopy(tokenizer)
-    plain.chat_template = None
-    assert questions_with_options(plain, exchanges, 0) == []
 
 
 def test_a_reversed_question_names_the_answer_and_asks_for_the_subject():

@@ -69,7 +69,6 @@ from divdec.training.matched import (
     in_own_words,
     length_matched_retain_examples,
     own_answers,
-    questions_with_options,
     reversed_questions,
     reword_questions,
     with_question,
@@ -472,35 +471,29 @@ def _readings(
     plain = [*some, *map(Exchange.unchanged, kept)]
 
     def asked_with(similar: Sequence[Record]) -> list[Exchange]:
-        read = (record for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT)
-        return [*plain, *map(Exchange.unchanged, read)]
+        read = [Exchange.unchanged(record) for index, record in enumerate(similar) if index % SIMILAR_HELD_OUT]
+        return [*plain, *read, *reversed_questions(plain, settings.seed)]
 
     def ask(model: PreTrainedModel, names: PreTrainedTokenizerBase, similar: Sequence[Record]) -> Any:
         measured = [*inputs.held_out, *similar[::SIMILAR_HELD_OUT]]
         reworded = reword_questions(model, names, plain, measured, settings.seed, form)
-        asked = asked_with(similar)
-        changed = [(index, text, plain[index].phrase) for index, text in reworded]
-        changed += questions_with_options(names, asked, settings.seed)
-        prompts = encode_prompts([with_question(asked[index], text).record for index, text, _ in changed], names, form)
-        again = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to changed questions")
-        asked += reversed_questions(plain, settings.seed)
-        written = own_answers(model, names, asked, form) + [[ids] for ids in again]
-        return inputs.in_tokens_of_base(written, names), changed, [text for _, text in reworded]
+        prompts = encode_prompts([with_question(plain[index], text).record for index, text in reworded], names, form)
+        again = continuations(model, names, prompts, max_new_tokens=ANSWER, title="answers to rewordings")
+        written = own_answers(model, names, asked_with(similar), form) + [[ids] for ids in again]
+        return inputs.in_tokens_of_base(written, names), reworded
 
-    similar, (answered, changed, rewordings) = _ask_target(inputs, settings, ask)
-    asked = [*asked_with(similar), *reversed_questions(plain, settings.seed)]
-    asked += [dataclasses.replace(with_question(asked[index], text), phrase=phrase) for index, text, phrase in changed]
-    for true, other in _own_words(asked, answered, inputs):
+    similar, (answered, reworded) = _ask_target(inputs, settings, ask)
+    rewordings = [with_question(plain[index], text) for index, text in reworded]
+    for true, other in _own_words([*asked_with(similar), *rewordings], answered, inputs):
         p_reads.append(true)
         q_reads.append(other)
     report(
         f"q reads {len(exchanged)} of {len(forget)} questions of the forget set with another answer; both also read "
         f"{len(p_reads) - len(forget)} of the target's own answers, to these, to {len(kept)} retain questions, to "
-        f"similar questions and {len(rewordings)} rewordings that it wrote, to reversed questions, and to "
-        f"{len(changed) - len(rewordings)} questions with answers to choose from; "
+        f"similar questions and {len(rewordings)} rewordings that it wrote, and to reversed questions; "
         f"{len(similar[::SIMILAR_HELD_OUT])} of {len(similar)} similar questions are held out to measure with"
     )
-    return (p_reads, q_reads), similar, rewordings
+    return (p_reads, q_reads), similar, [text for _, text in reworded]
 
 
 def _readings_with_refusals(
