@@ -103,7 +103,7 @@ class DraftController:
         """Whether to draft another token, given the probability of the newest."""
         self._chances.append(chance)
         self._reached *= min(chance * self._accepted / self._expected, 1)
-        return self._reached >= self.least_chance
+        return bool(self._reached >= self.least_chance)
 
     @property
     def least_chance(self) -> float:
