@@ -126,6 +126,15 @@ def test_config_file_that_is_no_list_of_options_is_rejected(tmp_path, text, says
     assert error.count("\n") == 1
 
 
+def test_a_file_that_may_not_be_read_is_one_line(capsys, monkeypatch):
+    def forbid(*arguments):
+        raise PermissionError(13, "Permission denied", "models/big/config.json")
+
+    monkeypatch.setattr("divdec.costs.estimate.read_size", forbid)
+    assert main(["cost", "--target", "models/big", "--aux", "1B", "--forget-tokens", "1M"]) == 2
+    assert capsys.readouterr().err == "divdec cost: [Errno 13] Permission denied: 'models/big/config.json'\n"
+
+
 def test_figures_are_listed(capsys):
     assert main(["results", "plot", "--list-figures"]) == 0
     assert "tofu-bars" in capsys.readouterr().out

@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message := _resumable(error):
             return _fail(f"{name}: {message}")
         if isinstance(error, PermissionError):
-            return _fail(f"{name}: {error.filename}: {error.strerror}")
+            return _fail(f"{name}: {error}")
         raise
 
 
