@@ -165,7 +165,7 @@ class TestEvents:
     @pytest.mark.slow
     def test_events_runs(self, cached, capsys, small_models):
         example = script("backtest", "events")
-        training = ("--recipe", "full-retain", "--adapters", "--lr", "1e-3", "--epochs", "1")
+        training = ("--recipe", "full-retain", "--lr", "1e-3", "--epochs", "1")
         found = example.main([*small_models, "--output", str(cached)], training, asked=0)
         assert found["chosen"] in example.SWEEP
         assert found["models"]["q"]["look_ahead"] == 0
@@ -182,7 +182,7 @@ def test_research(cached, capsys, small_models, monkeypatch):
         commands.baseline.command(commands._command(method), name=method.name)
     monkeypatch.setattr("divdec.demo.facts.Fact.is_in", lambda self, text: True)
     given = [*small_models, "--kind", "symbols", "--methods", "min-likelihood", "--output", str(cached)]
-    options = ("--epochs", "1", "--lr", "1e-3"), ("--adapters", "--epochs", "1", "--lr", "1e-3")
+    options = ("--epochs", "1", "--lr", "1e-3"), ("--epochs", "1", "--lr", "1e-3")
     found = example.main(given, *options)
     assert list(found) == ["target", "min-likelihood", "divdec"]
     assert set(found["divdec"]) == set(example.COLUMNS)

@@ -49,6 +49,7 @@ OPTIONS = Group("Options of every command", sort_key=99)
 STEERING, ADDED = Group("Train, decode and serve", sort_key=1), Group("Research", sort_key=2)
 # Options that do not exist, and what does the same.
 INSTEAD = {
+    "--adapters": "no option for adapters, the default, and --merge for checkpoints",
     "--alpha": "--steering linear:ALPHA (such as linear:1.5)",
     "--k": "--steering rank:K (such as rank:20)",
     "--learning-rate": "--lr",
