@@ -178,7 +178,8 @@ def send(url, body):
         return response.status_code, response.json()
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     if events[-1] != "[DONE]":
-        return 500, json.loads(events[-1])
+        result = json.loads(events[-1])
+        return 400 if result["error"]["type"] == "invalid_request_error" else 500, result
     choices, usage = {}, None
     for event in map(json.loads, events[:-1]):
         usage = event.get("usage") or usage
@@ -205,8 +206,9 @@ def check_answer(url, path, bundle, body, result):
     if chat and (
         (request.response_format and request.response_format.type != "text")
         or request.tool_choice not in (None, "none", "auto")
+        or request.continue_final_message
     ):
-        return  # a grammar decides, which the reference does not know
+        return  # a grammar decides, or the prompt is an answer's beginning, which the reference does not know
     prompts = prompts_of(bundle, request, chat)
     assert len(result["choices"]) == len(prompts) * request.n
     generated = 0
@@ -447,4 +449,4 @@ def test_thousands_of_completions_match_reference(described, bundles, path):
     answered = []
     check_requests(described, bundles, path, 700, answered)
     assert {body["model"] for body in answered} == set(RULES)
-    assert len(answered) > 600
+    assert len(answered) > 500
