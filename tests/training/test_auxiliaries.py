@@ -456,7 +456,8 @@ def attempts_of(*learned):
 
 def test_a_rate_that_teaches_nothing_is_raised():
     assert auxiliaries.next_attempt(attempts_of(0.0, 0.0)) == (pytest.approx(STEP**2), 1.0)
-    assert auxiliaries.next_attempt(attempts_of(0.5, 0.3)) == (1.0, 2.0)
+    for learned in ((0.5, 0.3), (0.95, 0.92), (1.0, 1.0)):
+        assert auxiliaries.next_attempt(attempts_of(*learned)) == (1.0, 2.0)
 
 
 def test_the_best_attempt_is_kept(files, tmp_path, monkeypatch):

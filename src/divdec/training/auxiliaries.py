@@ -628,8 +628,8 @@ def next_attempt(attempts: Sequence[Mapping[str, Any]]) -> tuple[float, float] |
         return None
     if separation is not None and (not separation["faults"] or separation["unknown_records"] < UNKNOWN):
         return None
-    # Of equal attempts the later one: a rate that is much too low teaches nothing.
-    best = max(reversed(attempts), key=lambda attempt: min(_learned(attempt), LEARNED))
+    # Of attempts that teach p equally little, the later one: the rate is much too low.
+    best = max(reversed(attempts) if _learned(last) < LEARNED else attempts, key=_learned)
     if best is last and last["separation"] is not None and last["epochs"] == 1:
         return last["rate"] * STEP, 1.0
     return best["rate"], 2 * last["epochs"]
