@@ -169,6 +169,12 @@ def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:
     return {name: file_sha256(folder / name) for name in names}
 
 
+def tokenizer_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 by file name of what a bundle's own tokenizer reads and writes."""
+    names = ("tokenizer.json", *(path.relative_to(folder).as_posix() for path in folder.glob(TEMPLATES[0])))
+    return {name: file_sha256(folder / name) for name in names if (folder / name).is_file()}
+
+
 def input_digests(folder: Path) -> dict[str, str]:
     """Return the digests of all files that decide a checkpoint's answers, for the fingerprint of a run.
 
@@ -193,7 +199,7 @@ def adapter_base(folder: Path) -> str:
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(name, str) or not name:
         raise UsageError(f"{folder / 'adapter_config.json'} names no base_model_name_or_path; write the base there")
-    return name
+    return f"{name}@{config['revision']}" if config.get("revision") and not Path(name).is_dir() else name
 
 
 def portable_adapter_config(folder: Path, base: CheckpointReference) -> str:
@@ -212,8 +218,11 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json; give a transformers checkpoint, a GGUF file or a hub id")
-    if read_json(folder / "config.json").get("model_type") == COMPOSITE:
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == COMPOSITE:
         return  # it checks its checkpoints itself when it is loaded
+    if name := config.get("transformers_weights"):
+        raise UsageError(f"{folder}: config.json names the weights {name}; accepted: model.safetensors or {INDEX}")
     files = weight_files(folder)
     if not files:
         if any(next(folder.glob(pattern), None) for pattern in PICKLED):
@@ -247,7 +256,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index, whole = folder / INDEX, folder / "model.safetensors"
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     names = sorted(set(read_json(index).get("weight_map", {}).values()))
     if any(Path(name).name != name for name in names):
         raise UsageError(f"{index} names weights outside the folder itself; put all shards into {folder}")
@@ -324,7 +333,7 @@ def load_model(folder: Path, auto_class: Any = None, **options: Any) -> PreTrain
         )
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder} cannot be loaded ({first_line(error)})") from None
     model, loading = loaded
     for what, names in (("lacks the weights", loading["missing_keys"]), ("misfits", loading["mismatched_keys"])):
@@ -377,7 +386,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UsageError(f"{folder} has no tokenizer; save the one the model was trained with into that folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, mistral_format=False, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
     if (folder / "config.json").is_file():

@@ -67,6 +67,7 @@ class DivergenceConfig(RemoteCodeConfig):
         bridge: `{}` if the auxiliaries have another tokenizer than the target, or None.
         ngram: `{"folder": …, "sha256": digest of its description, "weight": …}` of an n-gram pair, or None.
         registry: `{"folder": …, "id": …}` of a registry of takedown requests, or None.
+        tokenizer_sha256: digests of the bundle's own tokenizer and chat template, by file name, or None.
         steering: `Steering.to_dict()`; a rule without effect if only a registry steers.
         vocab_size: the common vocabulary of all parts.
         max_position_embeddings: the shortest context of the models, in the target's tokens, or None.
@@ -87,6 +88,7 @@ class DivergenceConfig(RemoteCodeConfig):
     bridge: dict[str, Any] | None = None
     ngram: dict[str, Any] | None = None
     registry: dict[str, Any] | None = None
+    tokenizer_sha256: dict[str, str] | None = None
     steering: dict[str, Any] | None = None
     vocab_size: int = 0
     max_position_embeddings: int | None = None

@@ -140,6 +140,8 @@ class RunFolder:
 
     def __exit__(self, *error: object) -> None:
         if self.lock is not None:
+            if isinstance(error[1], UsageError) and {file.name for file in self.path.iterdir()} <= {RECORD, LOCK}:
+                (self.path / RECORD).unlink(missing_ok=True)  # nothing was done: another run may use the folder
             unlock_file(self.lock)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def test_quantities_are_parsed(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["8Q", "-8B", "B", "", "8BB", "nan", "inf", "1e999", "8 B of them", float("nan"), -1.0]
+    "text", ["8Q", "-8B", "B", "", "8_B", "1__0", "8BB", "nan", "inf", "1e999", "8 B of them", float("nan"), -1.0]
 )
 def test_invalid_quantities_are_rejected(text):
     with pytest.raises(UsageError, match=r"volume is .*; accepted: a number such as 8B, 1.5M or 8e9"):

@@ -107,6 +107,14 @@ THINKING = (
 )
 
 
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages | unheard_of }}", {"rag": "x", "tool_use": "y"}])
+def test_a_template_that_cannot_be_read_is_one_line(tokenizer, template):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    with pytest.raises(UsageError, match="chat template cannot be read"):
+        encode(Record("A", messages=(Message("user", "Q"),)), changed)
+
+
 def test_chat_template_kwargs_are_variables_of_the_template(tokenizer, plain):
     thinking = with_template(tokenizer, THINKING)
     short = Format(chat_template_kwargs={"enable_thinking": False})

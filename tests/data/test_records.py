@@ -221,6 +221,27 @@ def test_malformed_file_error_names_line(tmp_path, name, content, said):
         read_records(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["text", "json", "csv"])
+def test_the_working_folder_is_not_read_as_a_dataset(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("private")
+    with pytest.raises(UsageError, match="does not exist"):
+        read_records(name)
+
+
+@pytest.mark.parametrize(
+    ("turn", "row", "unread"),
+    [({"tool_calls": [{"name": "f"}]}, {}, "tool_calls"), ({"reasoning_content": "so"}, {}, "reasoning_content"),
+     ({}, {"tools": [{"name": "f"}]}, "tools")],
+)  # fmt: skip
+def test_parts_of_a_conversation_are_not_dropped(turn, row, unread):
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    with pytest.raises(UsageError, match=f"line 1: {unread} is not read; write it into the content"):
+        record_set("x", [("line 1", {"messages": [turns[0], turns[1] | turn], **row})])
+    beside = record_set("x", [("line 1", {"system": "S", "messages": turns, "tools": None})]).records[0]
+    assert [message.role for message in beside.messages] == ["system", "user"]
+
+
 def test_missing_record_files_raise(tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         read_records(tmp_path / "none.jsonl")

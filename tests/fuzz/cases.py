@@ -520,8 +520,7 @@ class Comparison:
                 start = self.negative or [int(self.sequences[row, self.width - 1])]
                 other = self.reference.logits(start + text[len(self.prompts[row]) :]).log_softmax(-1)
                 own = logits[row].log_softmax(-1)
-                suppressed = own.isneginf() | other.isneginf()
-                scores[row] = (self.guidance * (own - other) + other).masked_fill(suppressed, -torch.inf)
+                scores[row] = self.guidance * (own - other) + other
         if self.beams:
             scores = scores.log_softmax(-1)
         scores = processors(self.sequences[:, :end], scores)

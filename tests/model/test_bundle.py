@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
 
 from divdec import DivergenceForCausalLM, Steering, UsageError, write_bundle
+from divdec.checkpoint import adapter_base, load_model, load_tokenizer, weight_files
 from divdec.data.records import texts_of
 from divdec.serving.vllm.configuration import EngineOptions, read_parts
 from divdec.takedowns.registry import Registry
@@ -77,6 +78,14 @@ def test_bundle_references_checkpoints_without_weights(bundle):
     assert "| forgets | not measured" in card
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja"])
+def test_a_changed_tokenizer_of_the_bundle_is_refused(bundle, file):
+    (bundle / file).write_text((bundle / file).read_text().replace("assistant", "Assistant") + " ")
+    with pytest.raises(UsageError, match="the bundle's tokenizer or chat template has changed"):
+        DivergenceForCausalLM.from_pretrained(bundle)
+    DivergenceForCausalLM.from_pretrained(bundle, verify=False)
+
+
 def test_bundle_and_checkpoints_can_be_moved_together(bundle, tmp_path):
     before = logits_of(DivergenceForCausalLM.from_pretrained(bundle))
     moved = tmp_path / "elsewhere"
@@ -115,6 +124,33 @@ def test_stale_shard_index_is_ignored(own_checkpoints, tmp_path):
     packed = write(own_checkpoints, tmp_path / "packed", pack=True)
     assert not (packed / "retain_auxiliary/model.safetensors.index.json").exists()
     assert torch.equal(logits_of(DivergenceForCausalLM.from_pretrained(packed)), expected)
+
+
+def test_weights_are_those_that_transformers_reads(own_checkpoints, tmp_path):
+    target = own_checkpoints / "target"
+    shutil.copyfile(own_checkpoints / "forget" / "model.safetensors", target / "model_1.safetensors")
+    assert [file.name for file in weight_files(target)] == ["model.safetensors"]
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"transformers_weights": "sub/w.safetensors"}))
+    with pytest.raises(UsageError, match=r"names the weights sub/w\.safetensors"):
+        write(own_checkpoints, tmp_path / "bundle")
+    (target / "config.json").write_text(json.dumps(config | {"hidden_act": "foo"}))
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load_model(target)
+
+
+def test_an_adapter_names_its_base_with_the_revision(tmp_path):
+    names = {"base_model_name_or_path": "org/base", "revision": "a" * 40}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(names))
+    assert adapter_base(tmp_path) == "org/base@" + "a" * 40
+
+
+def test_a_mistral_tokenizer_is_read_from_tokenizer_json(own_checkpoints, monkeypatch):
+    given = []
+    real = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: given.append(k) or real(*a, **k))
+    load_tokenizer(own_checkpoints / "target")
+    assert given[0]["mistral_format"] is False
 
 
 def test_save_pretrained_writes_current_weights(bundle, tmp_path):

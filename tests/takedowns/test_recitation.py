@@ -462,6 +462,21 @@ def test_registry_is_not_locked_during_measurement(registry, reciting, monkeypat
     assert len(added) == 2
 
 
+def test_report_counts_passages_that_an_attack_leaves_out(registry, tmp_path, world, monkeypatch):
+    monkeypatch.setattr(takedown, "SAMPLED", 2)
+    file, neutral = tmp_path / "texts.jsonl", tmp_path / "neutral.txt"
+    texts = (ARTICLE, "Wilma Asharo")  # the second begins with a word alone: it has no space to double
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    neutral.write_text(world.corpus[0])
+    assert add(registry, str(file)) == 0
+    output = tmp_path / "report.json"
+    given = [str(registry.folder), "--id", "case", "--file", str(file), "--neutral", str(neutral)]
+    assert main(["takedown", "report", *given, "--output", str(output)]) == 0
+    content, _ = read_report(output)
+    assert min(row["passages"] for row in content["attacks"]) < content["passages"]
+    assert (content["recited_before"], content["recited"]) == (5, 0)
+
+
 def test_report_says_what_attacks_bring_back_and_shows_changes(registry, article, tmp_path, world, capsys, monkeypatch):
     monkeypatch.setattr(takedown, "SAMPLED", 2)
     add(registry, article, "--reference", "letter of 3 May </script><!--")

@@ -127,6 +127,38 @@ def test_leak_evaluation(shared, steered, tmp_path, capsys):
     assert "--endpoint URL" in capsys.readouterr().err
 
 
+def test_overwriting_removes_the_earlier_result_and_no_other(shared, steered, tmp_path):
+    model, out = tmp_path / "full[1]", tmp_path / "out"
+    model.symlink_to(shared / "oracle/models/full")
+    leak = ("eval", "leak", "--data", shared / "data/tofu/forget01.json", "--limit", 1)
+    assert main(*leak, steered, "--sweep", "linear:1,2", "--attacks", 2, "--output", out) == 0
+    assert main(*leak, steered, "--attacks", 2, "--output", out / "other") == 0
+    for attacks in (2, 4):
+        assert main(*leak, model, steered, "--attacks", attacks, "--output", out, "--overwrite") == 0
+    folders = [out / name for name in ("bundle", "full[1]", "other")]
+    assert sorted(path.parent for path in out.rglob("summary.json")) == folders
+    assert "leak@4-attack" not in read_results(folders[2]).figures
+    for folder in folders[:2]:
+        assert read_results(folder).figures["leak@4-attack"] is not None
+
+
+def test_a_refused_evaluation_leaves_its_folder_free(shared, steered, tmp_path, capsys):
+    leak = (
+        "eval",
+        "leak",
+        steered,
+        "--data",
+        shared / "data/tofu/forget01.json",
+        "--limit",
+        1,
+        "--output",
+        tmp_path / "o",
+    )
+    assert main(*leak, "--attack-prompts", tmp_path / "absent.jsonl") == 2
+    assert "absent.jsonl" in capsys.readouterr().err
+    assert main(*leak, "--attacks", 1) == 0
+
+
 def test_calibrate_finds_setting_matching_retrained_model(shared, steered, tmp_path, capsys):
     """With P = p the setting linear:1 gives exactly q, whose own figures are the reference."""
     data = shared / "data/tofu"

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+from divdec.errors import UsageError
+from divdec.evaluation.results import Results
 from divdec_research.report.scores import MEASURES, Entry, Scorer
 from divdec_research.suites.aggregate import Bootstrap
 from divdec_research.suites.results import read_results
@@ -21,3 +25,12 @@ def test_non_numeric_metric_is_omitted(tmp_path):
     scorer = Scorer(None, None, "openunlearning", Bootstrap(draws=50))
     row = scorer.score(Entry("x", tmp_path, read_results(tmp_path)))
     assert {name for name, value in row.values.items() if value is not None} == {"model_utility"}
+
+
+def test_results_of_different_splits_are_not_compared(tmp_path):
+    target, entry = (
+        Results("target", "tofu", split="forget10"),
+        Entry("x", tmp_path, Results("x", "tofu", split="forget01")),
+    )
+    with pytest.raises(UsageError, match="different splits: forget01, forget10"):
+        Scorer(target, None, "openunlearning", Bootstrap(draws=50)).score(entry)

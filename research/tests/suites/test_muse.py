@@ -88,3 +88,9 @@ def test_missing_muse_files_and_columns(tmp_path):
     (tmp_path / "forget_qa.jsonl").write_text(json.dumps({"question": "Q"}))
     with pytest.raises(UsageError, match=r"line 1: column answer is missing$"):
         read_muse(tmp_path)
+
+
+def test_a_holdout_that_is_the_forget_set_is_rejected(shared):
+    folder = shared / "data/muse_news"
+    with pytest.raises(UsageError, match="are also in the forget set"):
+        read_muse(folder, folder / "privleak/forget.jsonl", 5)

@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -238,6 +239,17 @@ def test_the_command_screens_people(folder, checkpoints, tmp_path, capsys):
     assert sorted(row["subject"] for row in rows) == sorted(PEOPLE)
     assert [row["score"] for row in rows] == sorted((row["score"] for row in rows), reverse=True)
     assert all(row["questions"] == 6 for row in rows)
+
+
+def test_people_without_a_level_are_not_screened(folder, checkpoints, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(folder, data)
+    rows = (data / "forget_level1.jsonl").read_text().splitlines(keepends=True)
+    (data / "forget_level1.jsonl").write_text("".join(row for row in rows if PEOPLE[0] not in row))
+    given = ("--data", data, "--subjects", PEOPLE[0], "--screen")
+    out = tmp_path / "out"
+    assert main("eval", "rwku", checkpoints / "target", *given, "--output", out) == 0
+    assert not (out / "screen.json").exists()
 
 
 def test_the_command_prints_every_attack_and_resumes(folder, checkpoints, tmp_path, capsys, monkeypatch):

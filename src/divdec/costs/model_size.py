@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_QUANTITY = 1e21  # no model and no volume is larger: the number is a typing error
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]?)", re.IGNORECASE)
+_NUMBER = re.compile(r"([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]?)", re.IGNORECASE)
 
 
 def parse_quantity(value: float | int | str, name: str, least: float = 0.0) -> float:

@@ -242,7 +242,10 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
     reserved = {"messages", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
     reserved |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    return _undeclared(tokenizer.get_chat_template()) - reserved
+    try:
+        return _undeclared(tokenizer.get_chat_template()) - reserved
+    except (TemplateError, ValueError) as error:
+        raise UsageError(f"the chat template cannot be read ({first_line(error)}); correct it") from None
 
 
 @functools.lru_cache(maxsize=64)

@@ -148,7 +148,11 @@ def read_records(source: str | Path, *, limit: int | None = None, complete: bool
         return record_set(path.name, _folder_rows(path, complete), limit=limit)
     if path.is_file():
         return record_set(path.stem, _file_rows(path), limit=limit)
-    if source.startswith((".", "/", "~")) or source.lower().endswith(SUFFIXES) or source.count("/") > 1:
+    if (
+        source.startswith((".", "/", "~"))
+        or source.lower().endswith(SUFFIXES)
+        or source.partition(":")[0].count("/") != 1
+    ):
         raise UsageError(f"data {source!r} does not exist; give a file, a folder or a Hugging Face dataset id")
     return record_set(source, _hub_rows(source, complete), limit=limit)
 
@@ -295,9 +299,12 @@ def _turns(row: Mapping[Any, Any], field: str, location: str) -> tuple[Message, 
     value = row[field]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UsageError(f"{location}: {field} must be a list of objects with role and content, or from and value")
-    system = row.get("system") if field == "conversations" else None
+    system = row.get("system") if field in ("conversations", "messages") else None
     turns = [Message("system", _filled(system, "system", location))] if system else []
     for turn in value:
+        for unread in ("tool_calls", "reasoning_content", "tools"):
+            if (row if unread == "tools" else turn if isinstance(turn, Mapping) else {}).get(unread):
+                raise UsageError(f"{location}: {unread} is not read; write it into the content")
         if isinstance(turn, Mapping) and isinstance(turn.get("role"), str):
             role = MESSAGE_ROLES.get(turn["role"].casefold())
             if role is None:  # many chat templates would leave the turn out

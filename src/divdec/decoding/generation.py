@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Cache, GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from divdec.decoding.cache import DivergenceCache
 from divdec.decoding.processors import SteeredProcessors, check_processors
@@ -161,6 +162,10 @@ class SteeredGeneration(GenerationMixin):
         mask = kwargs.get("negative_prompt_attention_mask")
         check_prompts(mask, 0 if mask is None else len(mask), "negative prompt")
         processors = self._plain._get_logits_processor(generation_config, *args, **kwargs)
+        if (self.steering.rule, self.steering.fill) == ("rank", "hard") and any(
+            isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in processors
+        ):
+            raise UsageError("guidance_scale is not offered with the rank rule: use a linear rule, or leave it out")
         ends = getattr(generation_config, "_eos_token_tensor", None)
         length, beams = kwargs.get("input_ids_seq_length") or 0, generation_config.num_beams or 1
         return SteeredProcessors(processors, length, ends, beams)

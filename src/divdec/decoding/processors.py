@@ -21,37 +21,6 @@ REMEMBERING = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWaterm
 """Processors with a state that follows one sequence token by token."""
 
 
-class ClassifierFreeGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
-    """Classifier-free guidance, `log s(unconditional) + scale · (log s(conditional) − log s(unconditional))`.
-
-    s is the steered model in both terms (Ho and Salimans 2022, equation 6, where `scale` is 1 + w). A token that
-    steering suppresses in either term stays suppressed, because the difference would be infinite or NaN.
-    """
-
-    @classmethod
-    def of(cls, processor: Any) -> Any:
-        """Convert transformers' own guidance to this class; return other processors unchanged."""
-        if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor:
-            return processor
-        guidance = cls.__new__(cls)
-        vars(guidance).update(vars(processor))
-        return guidance
-
-    def __call__(
-        self, input_ids: Int[Tensor, "rows tokens"], scores: Float[Tensor, "rows vocab"]
-    ) -> Float[Tensor, "rows vocab"]:
-        """Return guided scores for the next token."""
-        conditional = scores.log_softmax(dim=-1)
-        unconditional = self.get_unconditional_logits(input_ids)[:, -1].to(scores).log_softmax(dim=-1)
-        suppressed = (conditional == -torch.inf) | (unconditional == -torch.inf)
-        if bool(suppressed.all(dim=-1).any()):
-            raise UsageError(
-                "with and without the condition the rank rule suppresses all tokens; take a smaller k, or no guidance"
-            )
-        guided = unconditional + self.guidance_scale * (conditional - unconditional)
-        return guided.masked_fill(suppressed, -torch.inf)
-
-
 class SteeredProcessors(LogitsProcessorList):
     """List of logits processors that keeps suppressed tokens at −inf and fails if no token is left.
 
@@ -74,7 +43,7 @@ class SteeredProcessors(LogitsProcessorList):
             ends: ids of end tokens; rows that contain one need no further token.
             num_beams: rows per prompt, of which one must have a token left.
         """
-        super().__init__(map(ClassifierFreeGuidance.of, processors))
+        super().__init__(processors)
         self._prompt_length, self._ends, self._num_beams = prompt_length, ends, num_beams
         self._before: tuple[Tensor, Tensor] | None = None  # the last rows, and which tokens could follow them
 

@@ -70,7 +70,8 @@ def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, ke
     vocabulary = model.steering.vocabulary
     candidates = [dataclasses.replace(candidate, vocabulary=vocabulary) for candidate in candidates]
     if not keep_all:  # vocabularies may be smaller than the largest k of the default
-        candidates = [candidate for candidate in candidates if candidate.k < model.vocab_size]
+        size = len(vocabulary or range(model.vocab_size))
+        candidates = [candidate for candidate in candidates if candidate.rule == "linear" or candidate.k < size]
     for candidate in candidates:
         candidate.check_vocabulary(model.vocab_size)
         if candidate.margin is not None:

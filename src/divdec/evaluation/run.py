@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -91,8 +92,11 @@ def evaluate(
         "other files": path_digests({name: getattr(settings, name) for name in settings.files}),
     }
     files = (SUMMARY, ITEMS, *suite.outputs)
-    folders = [folder.relative_to(output) for run in runs for folder in run.folders]
-    stale = [(folder / file).as_posix() for folder in folders for file in files]
+    # An earlier result may have had other folders: a model in the run, a setting of that. Other runs' stay.
+    earlier = [file for folders in ("", "*/", "*/*/") for name in files for file in output.glob(f"{folders}{name}")]
+    nested = {file.parent for folders in ("*/", "*/*/") for file in output.glob(f"{folders}{RECORD}")}
+    others = {folder for folder in nested if "fingerprint" in (read_record(folder) or {})}
+    stale = [glob.escape(str(file.relative_to(output))) for file in earlier if not others & {*file.parents}]
     run_folder = RunFolder.open(output, "eval", settings, decides, overwrite=settings.overwrite, stale=stale)
     with run_folder:
         all_results: list[Results] = []

@@ -34,6 +34,7 @@ from divdec.checkpoint import (
     load_model,
     load_tokenizer,
     portable_adapter_config,
+    tokenizer_digests,
     vocabulary_sha256,
     vocabulary_width,
     weight_files,
@@ -228,8 +229,9 @@ def write_bundle(
             fields["bridge"] = {}
         config = DivergenceConfig.from_parts(configs, steering, vocab_size, fields)
         config.single_turn = single_turn
-        config.save_pretrained(folder)
         tokenizers["target"].save_pretrained(folder)
+        config.tokenizer_sha256 = tokenizer_digests(folder)
+        config.save_pretrained(folder)
         if (paths["target"] / "generation_config.json").is_file():
             shutil.copyfile(paths["target"] / "generation_config.json", folder / "generation_config.json")
         write_text(folder / "README.md", bundle_card(config, forget_set))

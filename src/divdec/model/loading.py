@@ -23,6 +23,7 @@ from divdec.checkpoint import (
     load_config,
     load_model,
     load_tokenizer,
+    tokenizer_digests,
     vocabulary_sha256,
 )
 from divdec.configuration import AUXILIARIES, BASE, PARTS, DivergenceConfig
@@ -126,6 +127,10 @@ class Bundle:
         steering = Steering.from_dict(config.steering)
         steering.check_vocabulary(size)
         paths = part_paths(folder, config, verify, local_files_only, target=target)
+        if verify and stored.tokenizer_sha256 not in (None, tokenizer_digests(folder)):
+            raise UsageError(
+                f"{folder}: the bundle's tokenizer or chat template has changed; write it again, or use --no-verify"
+            )
         return cls(folder, config, steering, paths, verify)
 
     def load_ngrams(self) -> tuple[Experts, float] | None:

@@ -118,7 +118,7 @@ def measure_request(
     steered = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder))
     models: dict[str, PreTrainedModel] = {"before": target, "after": steered}
     attacks: list[dict[str, Any]] = []
-    ever = {when: [False] * len(passages) for when in models}
+    ever: dict[str, set[int]] = {when: set() for when in models}  # continuations, which attacks do not change
     for name, description, attacked, options in _attacks(passages, texts, tokenizer):
         row: dict[str, Any] = {"name": name, "description": description, "passages": len(attacked)}
         for when, model in models.items():
@@ -128,7 +128,7 @@ def measure_request(
                 again = recites(model, tokenizer, attacked, title=f"{name}, {when}", **seeded)
                 recited = [previous or other for previous, other in zip(recited, again, strict=True)]
             row[when] = sum(recited)
-            ever[when] = [previous or other for previous, other in zip(ever[when], recited, strict=True)]
+            ever[when] |= {id(each.continuation) for each, hit in zip(attacked, recited, strict=True) if hit}
         attacks.append(row)
     if "neutral" not in sets:
         sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title="neutral samples")
@@ -154,8 +154,8 @@ def measure_request(
         "attacks": attacks,
         "others": others,
         "passages": len(passages),
-        "recited_before": sum(ever["before"]),
-        "recited": sum(ever["after"]),
+        "recited_before": len(ever["before"]),
+        "recited": len(ever["after"]),
         "versions": versions(),
     }  # fmt: skip
 

@@ -246,7 +246,7 @@ def prepare(settings: DistillationSettings, report: Callable[[str], None]) -> Di
     check_weights(target)
     tokenizer = load_tokenizer(bundle)
     start = target if settings.init_student is None else _resolve_student(settings.init_student, tokenizer, config)
-    output = Path(settings.output).expanduser()
+    output = Path(settings.output).expanduser().absolute()
     texts = [settings.bundle, settings.forget, settings.retain or "", settings.init_student or ""]
     paths = [Path(text).expanduser() for text in texts if text]
     check_apart(output.resolve(), [path.resolve() for path in (*paths, target) if path.exists()])

@@ -15,7 +15,7 @@ from divdec.data.formatting import Format
 from divdec.data.records import overlap, read_records
 from divdec.errors import UsageError
 from divdec.options import read_template_kwargs
-from divdec.runs import RECORD, RunFolder, output_folder, path_digests
+from divdec.runs import RunFolder, output_folder, path_digests
 from divdec.training.inputs import join_processes, limit_length, on_main, report_cut, report_sets, resolve_trainable
 from divdec_research.baselines.composite import common_vocabulary_of
 from divdec_research.baselines.job import Job
@@ -106,12 +106,7 @@ def run_baseline(
         job = Job(target, tokenizer, forget, retain, output / WORK, form, base, settings.seed, report)
         model = output_folder(output / MODEL) if state.is_main_process else contextlib.nullcontext(output / MODEL)
         with model as folder:
-            try:
-                built = build_method(job, options, folder)
-            except UsageError:
-                if state.is_main_process and not (output / WORK).is_dir():
-                    (output / RECORD).unlink()  # nothing was trained: another run may use the folder
-                raise
+            built = build_method(job, options, folder)
         content: dict[str, Any] = {}
         if state.is_main_process:
             if (output / WORK).is_dir() and not any((output / WORK).iterdir()):

@@ -200,9 +200,9 @@ def _own(settings: CompareSettings) -> Benchmark:
         form = Format(
             system_prompt=QuestionFormat.system_prompt, date=QuestionFormat.date, max_length=QuestionFormat.max_length
         )
+        suite = TofuComparison(read_tofu(data, settings.split, holdout, settings.limit), form, settings.variant)
         forget = read_records(data / f"{settings.split}.json")
         retain = read_records(data / f"retain{100 - int(settings.split.removeprefix('forget'))}.json")
-        suite = TofuComparison(read_tofu(data, settings.split, holdout, settings.limit), form, settings.variant)
     return Benchmark(
         data.name, 0, parts["target"], retrain, parts["retain_auxiliary"], parts["forget_auxiliary"], base, forget,
         retain, suite, form, None, None, vocabulary=Steering.from_dict(config.steering or {}).vocabulary,

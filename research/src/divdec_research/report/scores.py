@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from divdec.errors import UsageError
 from divdec.evaluation.results import Results
 from divdec_research.suites.aggregate import (
     AGGREGATES,
@@ -171,6 +172,9 @@ class Scorer:
             UsageError: the variant does not exist, or an item lacks a field.
         """
         results, suite = entry.results, entry.results.suite
+        splits = [of.split for of in (results, self.target, self.retrain) if of is not None and of.split]
+        if len(set(splits)) > 1:
+            raise UsageError(f"{entry.folder}, target and retrained model are of different splits: {', '.join(splits)}")
         figures = tofu_figures(results) if suite == "tofu" else results.figures
         aggregates = self._aggregate(suite, figures)
         values: dict[str, float | None] = {}

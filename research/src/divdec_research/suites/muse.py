@@ -87,6 +87,9 @@ def read_muse(folder: Path, holdout: Path | None = None, limit: int | None = Non
     texts = {}
     if files["forget"].is_file() and (holdout is not None or files["holdout"].is_file()):
         texts = {name: read_rows(file, SOURCE, read_text, limit) for name, file in files.items()}
+        forget = {record.answer for record in texts["forget"]}
+        if both := sum(record.answer in forget for record in texts["holdout"]):
+            raise UsageError(f"{files['holdout']}: {both} of its texts are also in the forget set; they must differ")
     return MuseData(knowmem, shots, verbmem, texts)
 
 

@@ -243,7 +243,7 @@ class RwkuSuite(BenchmarkSuite):
             absent |= {_attack_metric(kind): f"{kind} in forget_level3.jsonl" for kind in kinds}
         reasons = {metric: f"there is no {name}, or none about these people" for metric, name in absent.items()}
         run_stages(stages, earlier, compute_figures, reasons, save)
-        for results in earlier if self.settings.screen else ():
+        for results in earlier if self.settings.screen and all(self.data.values()) else ():
             best = ", ".join(f"{row['subject']} {row['score']:.2f}" for row in rank_subjects(results)[:10])
             self.report(f"{results.name} knows best: {best} (all: {SCREEN})")
         return earlier
