@@ -413,7 +413,8 @@ def check_options(options):
     file = options.output / "options.json"
     given = {name: value for name, value in vars(options).items() if name != "output"}
     given["rwku"] = str(options.rwku)
-    if file.is_file() and (changed := [name for name, value in read_json(file).items() if value != given.get(name)]):
+    begun = file.is_file() and len(list(options.output.iterdir())) > 1  # otherwise an option was refused
+    if begun and (changed := [name for name, value in read_json(file).items() if value != given.get(name)]):
         raise UsageError(f"{options.output} was begun with another --{changed[0]}; give another --output")
     write_json(file, given)
 

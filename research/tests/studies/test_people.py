@@ -1,9 +1,11 @@
 """Names in the texts of the people study, and the questions that it makes of them."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from divdec import UsageError
 from research.studies import people
 
 
@@ -72,3 +74,12 @@ def test_records_of_a_person_ask_by_partial_names_too():
     # A turned question that names the person asks nothing.
     records = people.records_of([row | {"turned": "Was Rowling born in Yate?"}], [text], 1.0, random.Random(0))
     assert "Was Rowling born in Yate?" not in {record.messages[0].content for record in records}
+
+
+def test_a_refused_option_leaves_the_output_folder_free(tmp_path):
+    first, second = (SimpleNamespace(output=tmp_path, rwku="data", subjects=[name]) for name in ("Stephn", "Stephen"))
+    people.check_options(first)
+    people.check_options(second)
+    (tmp_path / "written.json").write_text("{}")
+    with pytest.raises(UsageError, match="begun with another --subjects"):
+        people.check_options(first)
