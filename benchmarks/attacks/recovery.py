@@ -569,7 +569,7 @@ BUNDLES: dict[str, Trial] = {
     "rank:30": Trial("rank", steering="rank:30"),
 }
 PARTS = ("prompts", "candidates", "relearning")
-PROMPTS, SAMPLES = 20, 16  # attack prompts and sampled answers of a question
+ATTACK_PROMPTS, SAMPLES = 20, 16  # attack prompts and sampled answers of a question
 STEPS = (0, 5, 10, 20, 40)  # of fine-tuning, after which the attacked model is measured; the last ends the attack
 BUILT = "made.json"
 
@@ -674,7 +674,7 @@ def _run_seed(targets: AttackTargets, given: argparse.Namespace, report: Callabl
 
     results: dict[str, Any] = {}
     if "prompts" in given.parts:
-        counts = (PROMPTS, SAMPLES)
+        counts = (ATTACK_PROMPTS, SAMPLES)
         results["prompts"] = {
             name: cached(
                 "prompts", name, counts,

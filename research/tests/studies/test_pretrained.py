@@ -22,7 +22,8 @@ def options(models, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "known_facts", lambda *arguments: facts)
     monkeypatch.setattr(benchmark, "split", lambda *arguments: sets)
     demo = tmp_path / "demo"
-    demo.mkdir()
+    (demo / "pair").mkdir(parents=True)
+    (demo / "pair" / "run.json").write_text('{"rewordings": []}')
     for name in ("forget", "retain"):
         write_records(demo / f"{name}.jsonl", [record for fact in sets[name] for record in fact.records])
     (demo / "bundle").symlink_to(bundle_of(models, "student-teacher", "rank:5:1"))
