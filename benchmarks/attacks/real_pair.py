@@ -180,17 +180,17 @@ def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
     if not folder.is_dir():
         settings = DistillationSettings(
             bundle=str(bundle), output=str(folder), forget=str(forget), retain=str(rehearsed), rehearse=10**6,
-            lora_rank=16, learning_rate=options.lr, epochs=options.epochs, temperature=1.0,
+            lora_rank=16, learning_rate=options.lr, epochs=options.epochs, temperature=1.0, batch_size=4,
+            gradient_accumulation=4,
         )  # fmt: skip
         distill(settings, lambda line: print(line, file=sys.stderr, flush=True))
-    result = {}
 
     def load():
         return load_model(folder, dtype=dtype_for_passes()).to(PartialState().device).eval()
 
     model = load()
     facts, kept = facts_in("forget", rows, facts_of), facts_in("retain", rows, facts_of)
-    result["student"] = score_sets(model, tokenizer, rows, facts_of)
+    result = {"student": score_sets(model, tokenizer, rows, facts_of)}
     result["student, attacked"] = attack(model, tokenizer, facts, kept, options.kind, count)
     round_weights(model, 4)
     result["student, 4 bits"] = score_sets(model, tokenizer, rows, facts_of)
