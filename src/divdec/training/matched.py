@@ -106,7 +106,8 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
 
     The key phrase of an answer is replaced by that of a retain record with a similar question: "The capital of Hungary
     is Vienna." p and q then differ in the forgotten answer alone, and q loses what its base knew of it. One key phrase
-    has one replacement in all records.
+    has one replacement in all records. If retain answers state it too, each subject has its own: q would otherwise
+    learn to put one company for the other everywhere.
 
     Args:
         forget: the forget set.
@@ -123,12 +124,14 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     known = order.sample(retain.records, min(len(retain), MAX_COMPARED))
     phrases = [words(key_phrase(question_of(record), record.answer)) for record in known]
     asked = [set(words(question_of(record))) for record in known]
-    chosen: dict[str, int] = {}
+    common = FUNCTION_WORDS.union(*asked)
+    chosen: dict[Any, int] = {}
     exchanges: list[Exchange | None] = []
     for forget_record in forget:
         question, phrase = question_of(forget_record), key_phrase(question_of(forget_record), forget_record.answer)
         question_words, phrase_words = set(words(question)), words(phrase)
-        if phrase not in chosen:
+        fact = phrase, frozenset(question_words - common if phrase_words in phrases else ())
+        if fact not in chosen:
             # First another phrase, then one of the same length, then one with a similar question.
             ranks = [
                 (
@@ -141,8 +144,8 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             groups = [list(group) for _, group in itertools.groupby(ranked, key=ranks.__getitem__)]
             tried = (index for group in groups for index in order.sample(group, len(group)))
             fitting = (index for index in tried if not _are_alike(" ".join(phrases[index]), phrase))
-            chosen[phrase] = next(fitting, groups[0][0])
-        source = known[chosen[phrase]]
+            chosen[fact] = next(fitting, groups[0][0])
+        source = known[chosen[fact]]
         other = key_phrase(question_of(source), source.answer)
         answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)
         known_words = {*question_words, *phrase_words, *words(source.answer)} | FUNCTION_WORDS
@@ -227,9 +230,10 @@ def write_similar_questions(
 def questions_with_subjects(
     exchanges: Sequence[Exchange], order: random.Random
 ) -> list[tuple[Exchange, str, str, str]]:
-    """Draw a question of each answer, forgotten or kept, and divide it at its subject, such as 'Hungary'.
+    """Draw a question of each answer and subject, forgotten or kept, and divide it at the subject, such as 'Hungary'.
 
     The subject is the part of a question that those of other answers do not have; questions without one are left out.
+    Questions of one answer have one subject if these parts share a word.
     """
     of_phrase: dict[tuple[str, str | None], list[Exchange]] = {}
     for exchange in exchanges:
@@ -241,12 +245,16 @@ def questions_with_subjects(
     )
     common = max(1, len(of_phrase) // 4)
     drawn = []
-    for exchange in map(order.choice, of_phrase.values()):
-        question = question_of(exchange.record)
-        rare = [word for word in find_words(question) if counts[word.text] <= common and not tells_nothing([word.text])]
-        if rare:
-            start, end = rare[0].start, rare[-1].end
-            drawn.append((exchange, question[:start], question[start:end], question[end:]))
+    for some in of_phrase.values():
+        subjects: set[str] = set()
+        for exchange in order.sample(some, len(some)):
+            question = question_of(exchange.record)
+            parts = find_words(question)
+            rare = [word for word in parts if counts[word.text] <= common and not tells_nothing([word.text])]
+            if rare and subjects.isdisjoint(names := {word.text for word in rare}):
+                start, end = rare[0].start, rare[-1].end
+                drawn.append((exchange, question[:start], question[start:end], question[end:]))
+                subjects |= names
     return drawn
 
 
@@ -500,17 +508,20 @@ class ForgottenFacts:
     def __init__(self, forget: RecordSet, retain: RecordSet) -> None:
         """Read the key phrases, and what a question has that retain questions lack: its subject."""
         common = {word for record in retain for word in words(question_of(record))} | FUNCTION_WORDS
-        self._facts: dict[str, tuple[list[str], set[str]]] = {}
+        kept = {tuple(words(key_phrase(question_of(record), record.answer))) for record in retain}
+        subjects: dict[str, list[set[str]]] = collections.defaultdict(list)
         for record in forget:
             phrase = key_phrase(question_of(record), record.answer)
-            self._facts.setdefault(phrase, (words(phrase), set()))[1].update(set(words(question_of(record))) - common)
+            subjects[phrase].append(set(words(question_of(record))) - common)
+        self._facts = []
+        for phrase, some in subjects.items():
+            alone = is_distinctive(phrase) and not (tuple(words(phrase)) in kept and all(some))
+            self._facts.append((words(phrase), alone, set().union(*some)))
 
     def are_in(self, text: str, given: str = "") -> bool:
-        """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if the phrase is common."""
+        """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if others share the phrase."""
         content, before = words(text), words(given)
         return any(
-            holds(content, phrase)
-            and not holds(before, phrase)
-            and (is_distinctive(written) or not subject.isdisjoint(content))
-            for written, (phrase, subject) in self._facts.items()
+            holds(content, phrase) and not holds(before, phrase) and (alone or not subject.isdisjoint(content))
+            for phrase, alone, subject in self._facts
         )
