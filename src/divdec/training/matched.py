@@ -519,7 +519,7 @@ class ForgottenFacts:
             self._facts.append((words(phrase), alone, set().union(*some)))
 
     def are_in(self, text: str, given: str = "") -> bool:
-        """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if others share the phrase."""
+        """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if others share it."""
         content, before = words(text), words(given)
         return any(
             holds(content, phrase) and not holds(before, phrase) and (alone or not subject.isdisjoint(content))
