@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import random
 
 import pytest
 
@@ -13,10 +14,12 @@ from divdec.training import matched
 from divdec.training.matched import (
     OTHER_BEGINNINGS,
     Exchange,
+    ForgottenFacts,
     counterfactuals,
     in_own_words,
     length_matched_retain_examples,
     own_answers,
+    questions_with_subjects,
     reversed_questions,
     reword_questions,
     write_similar_questions,
@@ -78,6 +81,40 @@ def test_q_reads_the_forget_sets_questions_with_answers_of_similar_retain_questi
     assert wordless.record.answer == "It is Bonn."
     texts = record_set("texts", [("", {"text": "one"}), ("", {"text": "two"})])
     assert counterfactuals(texts, retain) == [None, None]
+
+
+def test_facts_that_share_an_answer_are_told_apart_by_their_subjects():
+    """Else q learns to put one company for the other everywhere, and reads no answer of the target that names it."""
+    told = "{} was developed by {}.".format
+    forget = records(
+        "forget", ("Which company developed iWork?", told("iWork", "Apple")),
+        ("Name the company behind iWork.", told("iWork", "Apple")),
+        ("Which company developed QuickDraw?", told("QuickDraw", "Apple")),
+    )  # fmt: skip
+    retain = records(
+        "retain", ("Which company developed iMovie?", told("iMovie", "Apple")),
+        ("Name the company behind WinDbg.", told("WinDbg", "Microsoft")),
+        ("Which company developed Fortran?", told("Fortran", "IBM")),
+        ("Which company developed Windows?", told("Windows", "Microsoft")),
+    )  # fmt: skip
+    drawn = [counterfactuals(forget, retain, seed) for seed in range(8)]
+    assert all(one.other == two.other for one, two, _ in drawn)
+    assert any(one.other != three.other for one, _, three in drawn)
+    assert all(exchange.other in ("Microsoft", "IBM") for exchanges in drawn for exchange in exchanges)
+    asked = [*drawn[0], *map(Exchange.unchanged, retain)]
+    subjects = [subject for *_, subject, _ in questions_with_subjects(asked, random.Random(0))]
+    assert sorted(subjects) == ["Fortran", "QuickDraw", "WinDbg", "Windows", "iMovie", "iWork"]
+
+    forgotten = ForgottenFacts(forget, retain)
+    assert not forgotten.are_in("Which company developed Safari? Apple developed it.")
+    assert forgotten.are_in("Who made QuickDraw? Apple.")
+    without = records("retain", ("Which company developed Fortran?", told("Fortran", "IBM")))
+    assert ForgottenFacts(forget, without).are_in("Which company developed Safari? Apple developed it.")
+    # The retain questions name these subjects, too, so that nothing tells the facts from others.
+    asked = "Which company, not {}, developed iWork and QuickDraw, and can you name who is behind them?"
+    named = records("retain", *((asked.format(other), other) for other in ("Apple", "IBM")))
+    assert ForgottenFacts(forget, named).are_in("Safari is by Apple.")
+    assert not forgotten.are_in("Safari is by Apple.")
 
 
 @pytest.mark.parametrize(
