@@ -171,8 +171,8 @@ def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:
 
 def tokenizer_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 by file name of what a bundle's own tokenizer reads and writes."""
-    names = ("tokenizer.json", *(path.relative_to(folder).as_posix() for path in folder.glob(TEMPLATES[0])))
-    return {name: file_sha256(folder / name) for name in names if (folder / name).is_file()}
+    patterns = ("tokenizer.json", "tokenizer_config.json", TEMPLATES[0])
+    return {path.name: file_sha256(path) for pattern in patterns for path in folder.glob(pattern)}
 
 
 def input_digests(folder: Path) -> dict[str, str]:

@@ -78,7 +78,7 @@ def test_bundle_references_checkpoints_without_weights(bundle):
     assert "| forgets | not measured" in card
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_changed_tokenizer_of_the_bundle_is_refused(bundle, file):
     (bundle / file).write_text((bundle / file).read_text().replace("assistant", "Assistant") + " ")
     with pytest.raises(UsageError, match="the bundle's tokenizer or chat template has changed"):
