@@ -39,6 +39,7 @@ from divdec.evaluation.generation import answers, continuations, first_choices, 
 from divdec.evaluation.phrases import (
     FUNCTION_WORDS,
     THOUGHT,
+    Word,
     find_words,
     holds,
     is_distinctive,
@@ -124,13 +125,14 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     known = order.sample(retain.records, min(len(retain), MAX_COMPARED))
     phrases = [words(key_phrase(question_of(record), record.answer)) for record in known]
     asked = [set(words(question_of(record))) for record in known]
-    common = FUNCTION_WORDS.union(*asked)
-    chosen: dict[Any, int] = {}
+    told = [(tuple(words(key_phrase(question_of(record), record.answer))), question_of(record)) for record in forget]
+    told += [(tuple(phrase), question_of(record)) for phrase, record in zip(phrases, known, strict=True)]
+    chosen: dict[tuple[str, int], int] = {}
     exchanges: list[Exchange | None] = []
-    for forget_record in forget:
+    for forget_record, (number, _) in zip(forget, tell_facts(told), strict=False):
         question, phrase = question_of(forget_record), key_phrase(question_of(forget_record), forget_record.answer)
         question_words, phrase_words = set(words(question)), words(phrase)
-        fact = phrase, frozenset(question_words - common if phrase_words in phrases else ())
+        fact = phrase, number if phrase_words in phrases else 0
         if fact not in chosen:
             # First another phrase, then one of the same length, then one with a similar question.
             ranks = [
@@ -143,8 +145,10 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             ranked = sorted(range(len(known)), key=ranks.__getitem__, reverse=True)
             groups = [list(group) for _, group in itertools.groupby(ranked, key=ranks.__getitem__)]
             tried = (index for group in groups for index in order.sample(group, len(group)))
-            fitting = (index for index in tried if not _are_alike(" ".join(phrases[index]), phrase))
-            chosen[fact] = next(fitting, groups[0][0])
+            fitting = [index for index in tried if not _are_alike(" ".join(phrases[index]), phrase)]
+            used = [phrases[index] for (other, _), index in chosen.items() if other == phrase]
+            new = (index for index in fitting if phrases[index] not in used)
+            chosen[fact] = next(new, (fitting or groups[0])[0])
         source = known[chosen[fact]]
         other = key_phrase(question_of(source), source.answer)
         answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)
@@ -220,41 +224,61 @@ def write_similar_questions(
     facts = [fact for fact, phrase in zip(answered, phrases, strict=True) if phrase not in {"", fact.answer.strip()}]
     forgotten = ForgottenFacts(forget, retain)
     of_subject: dict[frozenset[str], Record] = {}
-    common = {word for text in asked for word in words(text)} | FUNCTION_WORDS
+    of_asked = [set(words(text)) for text in asked]
+    common = FUNCTION_WORDS.union(*of_asked)
     for record in without_names(dataclasses.replace(forget, records=tuple(facts)), forget, retain):
         if not forgotten.are_in(f"{question_of(record)} {record.answer}"):
             of_subject.setdefault(frozenset(words(question_of(record))) - common, record)
-    return order.sample(list(of_subject.values()), min(MAX_SIMILAR, len(of_subject)))
+
+    def likeness(subject: frozenset[str]) -> float:
+        content = set(words(question_of(of_subject[subject])))
+        return max(len(content & theirs) / len(content | theirs) for theirs in of_asked)
+
+    # First those most like the forget set's, of subjects without a common word: 'iPhone 12' and 'iPhone 13' are one.
+    ranked, seen = sorted(order.sample(list(of_subject), len(of_subject)), key=likeness, reverse=True), set[str]()
+    others = {subject for subject in ranked if not seen.isdisjoint(subject) or seen.update(subject)}
+    chosen = sorted(ranked, key=others.__contains__)[:MAX_SIMILAR]
+    return [of_subject[subject] for subject in order.sample(chosen, len(chosen))]
+
+
+def tell_facts(questions: Sequence[tuple[Any, str]]) -> list[tuple[int, list[Word]]]:
+    """Return for each answer and question the number of its fact, and the words of its subject, such as 'Hungary'.
+
+    The subject is what few questions with other answers have. Questions with one answer whose subjects have no word in
+    common ask for several facts.
+    """
+    asked = [(answer, find_words(question)) for answer, question in questions]
+    answers_with: dict[str, set[Any]] = collections.defaultdict(set)
+    for answer, content in asked:
+        for word in content:
+            answers_with[word.text].add(answer)
+    common = max(1, len({answer for answer, _ in asked}) // 4)
+    facts: dict[Any, list[tuple[int, set[str]]]] = collections.defaultdict(list)
+    count, told = itertools.count(), []
+    for answer, content in asked:
+        rare = [word for word in content if len(answers_with[word.text]) <= common and not tells_nothing([word.text])]
+        names = {word.text for word in rare}
+        like = (fact for fact in facts[answer] if not names or not fact[1] or names & fact[1])
+        if (fact := next(like, None)) is None:
+            facts[answer].append(fact := (next(count), set()))
+        fact[1].update(names)
+        told.append((fact[0], rare))
+    return told
 
 
 def questions_with_subjects(
     exchanges: Sequence[Exchange], order: random.Random
 ) -> list[tuple[Exchange, str, str, str]]:
-    """Draw a question of each answer and subject, forgotten or kept, and divide it at the subject, such as 'Hungary'.
-
-    The subject is the part of a question that those of other answers do not have; questions without one are left out.
-    Questions of one answer have one subject if these parts share a word.
-    """
-    of_phrase: dict[tuple[str, str | None], list[Exchange]] = {}
-    for exchange in exchanges:
-        of_phrase.setdefault((exchange.phrase, exchange.other), []).append(exchange)
-    counts = collections.Counter(
-        word
-        for some in of_phrase.values()
-        for word in {word for exchange in some for word in words(question_of(exchange.record))}
-    )
-    common = max(1, len(of_phrase) // 4)
+    """Draw a question of each fact, forgotten or kept, and divide it at its subject; those without one are left out."""
+    asked = [((exchange.phrase, exchange.other), question_of(exchange.record)) for exchange in exchanges]
+    of_fact: dict[int, list[tuple[Exchange, list[Word]]]] = collections.defaultdict(list)
+    for exchange, (fact, subject) in zip(exchanges, tell_facts(asked), strict=True):
+        of_fact[fact].append((exchange, subject))
     drawn = []
-    for some in of_phrase.values():
-        subjects: set[str] = set()
-        for exchange in order.sample(some, len(some)):
-            question = question_of(exchange.record)
-            parts = find_words(question)
-            rare = [word for word in parts if counts[word.text] <= common and not tells_nothing([word.text])]
-            if rare and subjects.isdisjoint(names := {word.text for word in rare}):
-                start, end = rare[0].start, rare[-1].end
-                drawn.append((exchange, question[:start], question[start:end], question[end:]))
-                subjects |= names
+    for exchange, subject in map(order.choice, of_fact.values()):
+        if subject:
+            question, start, end = question_of(exchange.record), subject[0].start, subject[-1].end
+            drawn.append((exchange, question[:start], question[start:end], question[end:]))
     return drawn
 
 
@@ -482,15 +506,16 @@ def _prompt(record: Record) -> tuple[object, ...]:
 def hold_out(records: RecordSet, parts: int) -> tuple[RecordSet, RecordSet]:
     """Split records into those to train on and those to measure with: one in `parts` facts, two or more.
 
-    Answers with the same key phrase state one fact, unless the phrase is common. With fewer than `parts` facts both are
-    all records.
+    Questions of one subject with the same key phrase ask for one fact, unless there are many. With fewer than `parts`
+    facts both are all records.
     """
     facts: list[Any] = [(record.messages, record.prompt, record.answer) for record in records]
     if records.has_questions:
-        phrases = [key_phrase(question_of(record), record.answer) for record in records]
-        counts, most = collections.Counter(phrases), max(parts, len(records) // parts)
-        common = {phrase for phrase in counts if counts[phrase] > most or tells_nothing(words(phrase))}
-        facts = [fact if phrase in common else phrase for fact, phrase in zip(facts, phrases, strict=True)]
+        asked = [(key_phrase(text := question_of(record), record.answer), text) for record in records]
+        told, most = [fact for fact, _ in tell_facts(asked)], max(parts, len(records) // parts)
+        common = {fact for fact, (phrase, _) in zip(told, asked, strict=True) if tells_nothing(words(phrase))}
+        common |= {fact for fact, count in collections.Counter(told).items() if count > most}
+        facts = [fact if number in common else number for fact, number in zip(facts, told, strict=True)]
     different = list(dict.fromkeys(facts))
     if len(different) < parts:
         return records, records
