@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divdec.serving.tools import HERMES, ToolCallParser
+from divdec.serving.grammar import HERMES, ToolCallParser
 from support.tools import CLOCK, WEATHER
 
 TOOLS = [WEATHER, CLOCK]

@@ -20,7 +20,7 @@ from starlette.types import Receive
 from divdec.errors import UsageError
 from divdec.serving import ServeSettings
 from divdec.serving.engine import Engine
-from divdec.serving.grammar import TAGS, GrammarMatcher, make_grammar
+from divdec.serving.grammar import HERMES, TAGS, GrammarMatcher, ToolCallParser, make_grammar
 from divdec.serving.logprobs import LogprobPolicy
 from divdec.serving.middleware import Metrics, RequestRecord
 from divdec.serving.request import RequestOutput, RequestTiming, SamplingParams, TokenLogprob
@@ -31,7 +31,6 @@ from divdec.serving.schemas import (
     NamedToolChoice,
     invalid,
 )
-from divdec.serving.tools import HERMES, ToolCallParser
 
 MAX_LOGPROB_VALUES = 1_000_000  # log-probabilities in the replies to one request
 MIN_TEMPERATURE = 1e-5  # smaller temperatures overflow on division; decode greedily instead

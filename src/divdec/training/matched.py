@@ -232,7 +232,7 @@ def write_similar_questions(
 
     def likeness(subject: frozenset[str]) -> float:
         content = set(words(question_of(of_subject[subject])))
-        return max(len(content & theirs) / len(content | theirs) for theirs in of_asked)
+        return max(len(content & theirs) / max(len(content | theirs), 1) for theirs in of_asked)
 
     # First those most like the forget set's, of subjects without a common word: 'iPhone 12' and 'iPhone 13' are one.
     ranked, seen = sorted(order.sample(list(of_subject), len(of_subject)), key=likeness, reverse=True), set[str]()
@@ -253,16 +253,14 @@ def tell_facts(questions: Sequence[tuple[Any, str]]) -> list[tuple[int, list[Wor
         for word in content:
             answers_with[word.text].add(answer)
     common = max(1, len({answer for answer, _ in asked}) // 4)
-    facts: dict[Any, list[tuple[int, set[str]]]] = collections.defaultdict(list)
-    count, told = itertools.count(), []
+    facts: dict[tuple[Any, str], int] = {}
+    told = []
     for answer, content in asked:
         rare = [word for word in content if len(answers_with[word.text]) <= common and not tells_nothing([word.text])]
-        names = {word.text for word in rare}
-        like = (fact for fact in facts[answer] if not names or not fact[1] or names & fact[1])
-        if (fact := next(like, None)) is None:
-            facts[answer].append(fact := (next(count), set()))
-        fact[1].update(names)
-        told.append((fact[0], rare))
+        keys = [(answer, word.text) for word in rare] or [(answer, "")]
+        fact = next((facts[key] for key in keys if key in facts), len(told))
+        facts |= dict.fromkeys(keys, fact)
+        told.append((fact, rare))
     return told
 
 
