@@ -755,3 +755,16 @@ def test_facts_to_measure_with_are_not_trained_on_in_another_wording(form):
     # Twelve answers of yes do not state the same fact.
     alike = tuple(Record("Yes.", messages=record.messages) for record in records[:12])
     assert len(hold_out(RecordSet("retain", "messages", alike), 10)[0]) == 10
+
+
+def test_facts_that_share_an_answer_are_measured_in_all_their_wordings():
+    wordings = "Which company developed {}?", "Name the company behind {}.", "Whose product is {}?"
+    rows = [(wording.format(f"Thing{number}"), number) for number in range(20) for wording in wordings]
+    records = [
+        Record(f"It is by {('Apple', 'IBM')[number % 2]}.", messages=(Message("user", question),))
+        for question, number in rows
+    ]
+    learned, measured = hold_out(RecordSet("retain", "messages", tuple(records)), 10)
+    subjects = [{question_of(record).split()[-1].strip("?.") for record in some} for some in (learned, measured)]
+    assert len(measured) == 6
+    assert subjects[0].isdisjoint(subjects[1])

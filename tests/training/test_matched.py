@@ -315,6 +315,14 @@ class TestSimilarQuestions:
         chosen = write(lists, asked | again)
         assert len(chosen) == len(set(chosen) & set(asked)) == 4
 
+    def test_those_most_like_the_forget_sets_come_first(self, write, monkeypatch):
+        """Of one subject there is one, as long as there are others."""
+        norway, north, other = ASKED.format("Norway"), ASKED.format("Norway in 1700"), "Who wrote Emma?"
+        told = {other: "It was Jane Austen.", north: "It was Copenhagen.", norway: "It is Oslo."}
+        for most, expected in (1, {norway}), (2, {norway, other}), (3, {norway, north, other}):
+            monkeypatch.setattr(matched, "MAX_SIMILAR", most)
+            assert set(write(["\n".join(told)], told)) == expected
+
     def test_nothing_of_either_set_is_written(self, write):
         """Nor what names its answers or subjects in other words."""
         norway, delhi, hungary = ASKED.format("Norway"), "Which state is Delhi in?", "Where is Hungary's lake?"
