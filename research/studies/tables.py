@@ -33,6 +33,7 @@ CAPITALS: Row = ("real_pair/capitals-0-lora.json", "generated")
 ALL_WEIGHTS: Row = ("real_pair/capitals-0-all-first.json", "generated")
 SYMBOLS: Row = ("real_pair/symbols-0-lora.json", "generated")
 AUTHORS: Row = ("real_pair/authors-0-lora.json", "generated")
+PRODUCTS: Row = ("real_pair/products-0-lora.json", "generated")
 PEOPLE = (
     "{forget_level1_ROUGE:.2f} | {forget_level2_ROUGE:.2f} | {forget_level3_ROUGE:.2f} | "
     "{neighbor_level1_ROUGE:.2f}, {neighbor_level2_ROUGE:.2f} |"
@@ -77,6 +78,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
             (SPLIT + ANSWERS, *SYMBOLS, "linear:1:1:full"),
             ("| authors of books: target | | " + ANSWERS, *AUTHORS, "target"),
             (SPLIT + ANSWERS, *AUTHORS, "linear:1.5:4"),
+            ("| companies of products: target | | " + ANSWERS, *PRODUCTS, "target"),
+            (SPLIT + ANSWERS, *PRODUCTS, "linear:1.5:1"),
         ],
     ),
     "people": (
