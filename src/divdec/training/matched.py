@@ -125,11 +125,11 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     known = order.sample(retain.records, min(len(retain), MAX_COMPARED))
     phrases = [words(key_phrase(question_of(record), record.answer)) for record in known]
     asked = [set(words(question_of(record))) for record in known]
-    told = [(tuple(words(key_phrase(question_of(record), record.answer))), question_of(record)) for record in forget]
-    told += [(tuple(phrase), question_of(record)) for phrase, record in zip(phrases, known, strict=True)]
+    stated = [(tuple(words(key_phrase(question_of(record), record.answer))), question_of(record)) for record in forget]
+    stated += [(tuple(phrase), question_of(record)) for phrase, record in zip(phrases, known, strict=True)]
     chosen: dict[tuple[str, int], int] = {}
     exchanges: list[Exchange | None] = []
-    for forget_record, (number, _) in zip(forget, tell_facts(told), strict=False):
+    for forget_record, (number, _) in zip(forget, tell_facts(stated), strict=False):
         question, phrase = question_of(forget_record), key_phrase(question_of(forget_record), forget_record.answer)
         question_words, phrase_words = set(words(question)), words(phrase)
         fact = phrase, number if phrase_words in phrases else 0
@@ -254,14 +254,14 @@ def tell_facts(questions: Sequence[tuple[Any, str]]) -> list[tuple[int, list[Wor
             answers_with[word.text].add(answer)
     common = max(1, len({answer for answer, _ in asked}) // 4)
     facts: dict[tuple[Any, str], int] = {}
-    told = []
+    numbered = []
     for answer, content in asked:
         rare = [word for word in content if len(answers_with[word.text]) <= common and not tells_nothing([word.text])]
         keys = [(answer, word.text) for word in rare] or [(answer, "")]
-        fact = next((facts[key] for key in keys if key in facts), len(told))
+        fact = next((facts[key] for key in keys if key in facts), len(numbered))
         facts |= dict.fromkeys(keys, fact)
-        told.append((fact, rare))
-    return told
+        numbered.append((fact, rare))
+    return numbered
 
 
 def questions_with_subjects(
@@ -510,10 +510,10 @@ def hold_out(records: RecordSet, parts: int) -> tuple[RecordSet, RecordSet]:
     facts: list[Any] = [(record.messages, record.prompt, record.answer) for record in records]
     if records.has_questions:
         asked = [(key_phrase(text := question_of(record), record.answer), text) for record in records]
-        told, most = [fact for fact, _ in tell_facts(asked)], max(parts, len(records) // parts)
-        common = {fact for fact, (phrase, _) in zip(told, asked, strict=True) if tells_nothing(words(phrase))}
-        common |= {fact for fact, count in collections.Counter(told).items() if count > most}
-        facts = [fact if number in common else number for fact, number in zip(facts, told, strict=True)]
+        numbers, most = [fact for fact, _ in tell_facts(asked)], max(parts, len(records) // parts)
+        common = {fact for fact, (phrase, _) in zip(numbers, asked, strict=True) if tells_nothing(words(phrase))}
+        common |= {fact for fact, count in collections.Counter(numbers).items() if count > most}
+        facts = [fact if number in common else number for fact, number in zip(facts, numbers, strict=True)]
     different = list(dict.fromkeys(facts))
     if len(different) < parts:
         return records, records
