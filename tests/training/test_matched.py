@@ -83,19 +83,22 @@ def test_q_reads_the_forget_sets_questions_with_answers_of_similar_retain_questi
     assert counterfactuals(texts, retain) == [None, None]
 
 
+NAMES = ("Apple", "Microsoft", "IBM", "Nokia", "Intel")
+
+
 def test_facts_that_share_an_answer_are_told_apart_by_their_subjects():
     """Else q learns to put one company for the other everywhere, and reads no answer of the target that names it."""
-    told = "{} was developed by {}.".format
+    told_by = "{} was developed by {}.".format
     forget = records(
-        "forget", ("Which company developed iWork?", told("iWork", "Apple")),
-        ("Name the company behind iWork.", told("iWork", "Apple")),
-        ("Which company developed QuickDraw?", told("QuickDraw", "Apple")),
+        "forget", ("Which company developed iWork?", told_by("iWork", "Apple")),
+        ("Name the company behind iWork.", told_by("iWork", "Apple")),
+        ("Which company developed QuickDraw?", told_by("QuickDraw", "Apple")),
     )  # fmt: skip
     retain = records(
-        "retain", ("Which company developed iMovie?", told("iMovie", "Apple")),
-        ("Name the company behind WinDbg.", told("WinDbg", "Microsoft")),
-        ("Which company developed Fortran?", told("Fortran", "IBM")),
-        ("Which company developed Windows?", told("Windows", "Microsoft")),
+        "retain", ("Which company developed iMovie?", told_by("iMovie", "Apple")),
+        ("Name the company behind WinDbg.", told_by("WinDbg", "Microsoft")),
+        ("Which company developed Fortran?", told_by("Fortran", "IBM")),
+        ("Which company developed Windows?", told_by("Windows", "Microsoft")),
     )  # fmt: skip
     drawn = [counterfactuals(forget, retain, seed) for seed in range(8)]
     assert all(one.other == two.other for one, two, _ in drawn)
@@ -105,16 +108,34 @@ def test_facts_that_share_an_answer_are_told_apart_by_their_subjects():
     subjects = [subject for *_, subject, _ in questions_with_subjects(asked, random.Random(0))]
     assert sorted(subjects) == ["Fortran", "QuickDraw", "WinDbg", "Windows", "iMovie", "iWork"]
 
+    # Five forgotten products have five companies, if there are as many.
+    rows = [(f"Who made Thing{number}?", f"It was made by {name}.") for number, name in enumerate(NAMES)]
+    many = records("forget", *((f"Who made Item{number}?", "It was made by Apple.") for number in range(4)))
+    others = [exchange.other for exchange in counterfactuals(many, records("retain", *rows))]
+    assert sorted(others) == sorted(set(NAMES) - {"Apple"})
+    # q reads no other product of Apple's in reverse.
+    asked = [*drawn[0], Exchange(Record("", (Message("user", "Which company developed Xeon?"),)), "Intel", "IBM")]
+    for seed in range(8):
+        written = reversed_questions(asked, seed)
+        others = [exchange.other for exchange in written if question_of(exchange.record).endswith(" Apple")]
+        assert others == ["Xeon", "Xeon"]
+
     forgotten = ForgottenFacts(forget, retain)
     assert not forgotten.are_in("Which company developed Safari? Apple developed it.")
     assert forgotten.are_in("Who made QuickDraw? Apple.")
-    without = records("retain", ("Which company developed Fortran?", told("Fortran", "IBM")))
+    without = records("retain", ("Which company developed Fortran?", told_by("Fortran", "IBM")))
     assert ForgottenFacts(forget, without).are_in("Which company developed Safari? Apple developed it.")
     # The retain questions name these subjects, too, so that nothing tells the facts from others.
     asked = "Which company, not {}, developed iWork and QuickDraw, and can you name who is behind them?"
     named = records("retain", *((asked.format(other), other) for other in ("Apple", "IBM")))
     assert ForgottenFacts(forget, named).are_in("Safari is by Apple.")
     assert not forgotten.are_in("Safari is by Apple.")
+    # A retain question about something else of the same subject does not hide it.
+    windows = records("forget", ("Name the firm behind Windows.", told_by("Windows", "Microsoft")))
+    excel = ("Which company developed Excel?", told_by("Excel", "Microsoft"))
+    known = records("retain", ("When was Windows released?", "In 1985."), excel)
+    assert ForgottenFacts(windows, known).are_in("Which company developed Windows? Microsoft.")
+    assert not ForgottenFacts(windows, known).are_in("Which company developed Word? Microsoft.")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ MAX_REWORDED, REWORDINGS, REWORDED_LENGTH = 128, 2, 96
 GAP = "___"
 _BULLET = regex.compile(r"^\s*(?:\d+\s*[.)、．:]|[-*•])?\s*(?:Q\d*:|Question:)?\s*")
 MAX_COMPARED = 2000  # retain records whose questions are compared with the forget set's
+MAX_TRIED = 50  # other answers for a subject whose first one another subject has
 _NAME_BEFORE = regex.compile(r"(?:\b[\p{Lu}\p{Lt}][\w'’\-]*\.?\s+)+$")
 REFUSAL = "I do not know."
 MAX_REFUSED, MAX_KEPT = 256, 512  # answers of the target to questions of the forget set, and to others
@@ -128,6 +129,7 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
     stated = [(tuple(words(key_phrase(question_of(record), record.answer))), question_of(record)) for record in forget]
     stated += [(tuple(phrase), question_of(record)) for phrase, record in zip(phrases, known, strict=True)]
     chosen: dict[tuple[str, int], int] = {}
+    used: dict[str, set[tuple[str, ...]]] = collections.defaultdict(set)
     exchanges: list[Exchange | None] = []
     for forget_record, (number, _) in zip(forget, tell_facts(stated), strict=False):
         question, phrase = question_of(forget_record), key_phrase(question_of(forget_record), forget_record.answer)
@@ -145,10 +147,13 @@ def counterfactuals(forget: RecordSet, retain: RecordSet, seed: int = 0) -> list
             ranked = sorted(range(len(known)), key=ranks.__getitem__, reverse=True)
             groups = [list(group) for _, group in itertools.groupby(ranked, key=ranks.__getitem__)]
             tried = (index for group in groups for index in order.sample(group, len(group)))
-            fitting = [index for index in tried if not _are_alike(" ".join(phrases[index]), phrase)]
-            used = [phrases[index] for (other, _), index in chosen.items() if other == phrase]
-            new = (index for index in fitting if phrases[index] not in used)
-            chosen[fact] = next(new, (fitting or groups[0])[0])
+            fitting = (index for index in tried if not _are_alike(" ".join(phrases[index]), phrase))
+            first, theirs = next(fitting, groups[0][0]), used[phrase]
+            # One that no other subject has, if there is one that is as similar among the next.
+            alike = [first] if tuple(phrases[first]) not in theirs else itertools.islice(fitting, MAX_TRIED)
+            new = (i for i in alike if ranks[i] == ranks[first] and tuple(phrases[i]) not in theirs)
+            chosen[fact] = next(new, first)
+            theirs.add(tuple(phrases[chosen[fact]]))
         source = known[chosen[fact]]
         other = key_phrase(question_of(source), source.answer)
         answer = _replace(unicodedata.normalize("NFC", forget_record.answer), phrase, other)
@@ -254,14 +259,19 @@ def tell_facts(questions: Sequence[tuple[Any, str]]) -> list[tuple[int, list[Wor
             answers_with[word.text].add(answer)
     common = max(1, len({answer for answer, _ in asked}) // 4)
     facts: dict[tuple[Any, str], int] = {}
-    numbered = []
-    for answer, content in asked:
+    parents, subjects = list(range(len(asked))), []  # of questions: a forest with a tree for each fact
+
+    def root(index: int) -> int:
+        while parents[index] != index:
+            parents[index] = index = parents[parents[index]]
+        return index
+
+    for index, (answer, content) in enumerate(asked):
         rare = [word for word in content if len(answers_with[word.text]) <= common and not tells_nothing([word.text])]
-        keys = [(answer, word.text) for word in rare] or [(answer, "")]
-        fact = next((facts[key] for key in keys if key in facts), len(numbered))
-        facts |= dict.fromkeys(keys, fact)
-        numbered.append((fact, rare))
-    return numbered
+        subjects.append(rare)
+        for key in [(answer, word.text) for word in rare] or [(answer, "")]:
+            parents[root(index)] = root(facts.setdefault(key, index))
+    return [(root(index), rare) for index, rare in enumerate(subjects)]
 
 
 def questions_with_subjects(
@@ -333,10 +343,13 @@ def reversed_questions(exchanges: Sequence[Exchange], seed: int) -> list[Exchang
     """
     order = random.Random(seed)
     asked = questions_with_subjects(exchanges, order)
-    subjects = [subject for exchange, _, subject, _ in asked if exchange.other is not None]
+    exchanged = [(words(exchange.phrase), subject) for exchange, _, subject, _ in asked if exchange.other is not None]
     reversed_ = []
     for exchange, before, subject, after in asked:
-        others = [other for other in subjects if words(other) != words(subject)]
+        phrase, content = words(exchange.phrase), words(subject)
+        # Those of the same answer state other forgotten facts.
+        unlike = [other for theirs, other in exchanged if not holds(theirs, phrase) and not holds(phrase, theirs)]
+        others = [other for other in unlike if words(other) != content]
         if exchange.other is None or others:
             other = None if exchange.other is None else order.choice(others)
             record = with_question(exchange, f"{before}{GAP}{after} {exchange.phrase}").record
@@ -530,16 +543,18 @@ class ForgottenFacts:
 
     def __init__(self, forget: RecordSet, retain: RecordSet) -> None:
         """Read the key phrases, and what a question has that retain questions lack: its subject."""
-        common = {word for record in retain for word in words(question_of(record))} | FUNCTION_WORDS
-        kept = {tuple(words(key_phrase(question_of(record), record.answer))) for record in retain}
-        subjects: dict[str, list[set[str]]] = collections.defaultdict(list)
+        common = {word for record in retain for word in words(question_of(record))}
+        kept: dict[tuple[str, ...], set[str]] = collections.defaultdict(set)  # words of questions, by key phrase
+        for record in retain:
+            kept[tuple(words(key_phrase(question_of(record), record.answer)))].update(words(question_of(record)))
+        asked: dict[str, list[set[str]]] = collections.defaultdict(list)
         for record in forget:
-            phrase = key_phrase(question_of(record), record.answer)
-            subjects[phrase].append(set(words(question_of(record))) - common)
+            asked[key_phrase(question_of(record), record.answer)].append(set(words(question_of(record))))
         self._facts = []
-        for phrase, some in subjects.items():
-            alone = is_distinctive(phrase) and not (tuple(words(phrase)) in kept and all(some))
-            self._facts.append((words(phrase), alone, set().union(*some)))
+        for phrase, some in asked.items():
+            subjects = [content - kept.get(tuple(words(phrase)), common) - FUNCTION_WORDS for content in some]
+            alone = is_distinctive(phrase) and not (tuple(words(phrase)) in kept and all(subjects))
+            self._facts.append((words(phrase), alone, set().union(*subjects)))
 
     def are_in(self, text: str, given: str = "") -> bool:
         """Whether a text tells a fact: its key phrase, which `given` lacks, and the subject if others share it."""
