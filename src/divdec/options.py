@@ -133,7 +133,8 @@ class Optimization:
     gradient_checkpointing: Flag = False
     """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     loggers: Annotated[tuple[str, ...], RARE] = ()
-    """Experiment trackers to report to, such as tensorboard or wandb."""
+    """Experiment trackers to report to, such as wandb, or tensorboard if TENSORBOARD_LOGGING_DIR is set: its default
+    folder is deleted after training."""
 
     def __post_init__(self) -> None:
         check_positive("epochs", self.epochs)

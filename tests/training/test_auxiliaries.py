@@ -329,12 +329,26 @@ def test_interrupted_training_resumes_without_retraining_finished_auxiliary(fini
         train(files, epochs=3.0)
     monkeypatch.setattr(auxiliaries, "reword_questions", None)  # the target is not asked again
     monkeypatch.setattr(auxiliaries, "own_answers", None)
+    monkeypatch.setattr(auxiliaries, "sample_records", None)
     content, said = train(files)
     assert "retain auxiliary: already trained" in said
     assert content["status"] == "finished"
     for piece in ("forget_auxiliary", "retain_auxiliary"):
         whole = Path(finished[0]["output"]) / piece / "model.safetensors"
         assert (tmp_path / "run" / piece / "model.safetensors").read_bytes() == whole.read_bytes()
+
+
+def test_too_few_neutral_samples_leave_the_folder_free(files, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(auxiliaries, "MIN_NEUTRAL", 33)
+        with pytest.raises(
+            UsageError, match=r"of 32 samples .* give text that steering should not change with --neutral"
+        ):
+            train(files)
+    assert list((tmp_path / "run").iterdir()) == []
+    monkeypatch.setattr(auxiliaries, "fine_tune", None)
+    with pytest.raises(TypeError):  # this run begins, with other settings
+        train(files, neutral=files["retain"])
 
 
 def test_an_interrupted_measurement_asks_each_rule_once(finished, files, tmp_path, monkeypatch):

@@ -230,12 +230,15 @@ def train_auxiliaries(
         output,
         "train",
         settings,
-        {**dataclasses.asdict(dataclasses.replace(settings, overwrite=False)), **inputs.digests(settings)},
+        {**dataclasses.asdict(dataclasses.replace(settings, overwrite=False)), **inputs.digests()},
         overwrite=settings.overwrite,
         stale=(WORK, RETAIN, FORGET, BUNDLE),
         on_main=on_main,
     )
     with run:
+        if settings.target is not None and measure and inputs.neutral is None:
+            neutral = on_main(functools.partial(_sample_neutral, settings, inputs, report))
+            inputs = dataclasses.replace(inputs, neutral=neutral)
         readings, similar, rewordings = _readings(inputs, settings, report)
         trainer = _PairTrainer(settings, output, inputs, readings, report)
         attempts: list[dict[str, Any]] = []
@@ -280,19 +283,17 @@ class _Inputs:
     held_out: RecordSet
     """The records of the retain set that the bundle is measured on."""
     neutral: RecordSet | None
-    """Text that steering should not change; None where this process does not measure the bundle."""
+    """Text that steering should not change; None where the bundle is not measured, or until it is sampled."""
     examples: dict[str, list[Example]]
     """The training examples: 'forget', 'retain'."""
 
-    def digests(self, settings: AuxiliarySettings) -> dict[str, Any]:
-        """Return the digests of what decides the result besides the settings."""
-        # Samples of the target are decided by its files.
-        neutral = None if self.neutral is None or settings.neutral is None else self.neutral.sha256
+    def digests(self) -> dict[str, Any]:
+        """Return the digests of what decides the result besides the settings; the target's files decide its samples."""
         return {
             "forget records": self.forget.sha256,
             "retain records": self.retain.sha256,
             "held-out records": self.held_out.sha256,
-            "neutral records": neutral,
+            "neutral records": None if self.neutral is None else self.neutral.sha256,
             "base files": input_digests(self.base),
             "target files": None if self.target is None else input_digests(self.target),
         }
@@ -360,9 +361,9 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
     )
     examples = {"forget": encode(forget, tokenizer, form, report), "retain": encode(learned, tokenizer, form, report)}
     neutral = None
-    if target is not None and measure and PartialState().is_main_process:
-        neutral = _neutral_text(settings, target, forget, retain, form, report)
-        for reader, records in itertools.product(tokenizers.values(), (held_out, neutral)):
+    if target is not None and measure:
+        neutral = None if settings.neutral is None else read_records(settings.neutral)
+        for reader, records in itertools.product(tokenizers.values(), filter(None, (held_out, neutral))):
             encode_set(records, reader, form)  # what the measurement reads must not fail after the training
     reference = CheckpointReference.parse(settings.base)
     base_name = settings.base if reference.folder is None else str(base)
@@ -412,38 +413,37 @@ def faults_of(content: Mapping[str, Any]) -> list[str]:
     return (content["effects"] or content["separation"] or {"faults": []})["faults"]
 
 
-def _neutral_text(
-    settings: AuxiliarySettings,
-    target: Path,
-    forget: RecordSet,
-    retain: RecordSet,
-    form: Format,
-    report: Callable[[str], None],
-) -> RecordSet:
-    """Read the neutral text, or sample it from the target and leave out what names the forget set."""
-    if settings.neutral is not None:
-        return read_records(settings.neutral)
-    model = load_model(target, dtype=dtype_for_passes()).to(PartialState().device)  # pyright: ignore[reportArgumentType]
-    samples = sample_records(
-        model.eval(),
-        load_tokenizer(target),
-        SAMPLES,
-        max_new_tokens=48,
-        seed=settings.seed,
-        title="neutral samples",
-        form=Format(chat_template_kwargs=form.chat_template_kwargs),
-    )
-    neutral = without_names(samples, forget, retain)
-    report(
-        f"--neutral is not given: measuring on {len(neutral)} samples of the target; {len(samples) - len(neutral)} "
-        "others contain names of the forget set"
-    )
-    if len(neutral) < MIN_NEUTRAL:
-        raise UsageError(
-            f"only {len(neutral)} of {len(samples)} samples of the target contain no name of the forget set; give text "
-            "that steering should not change with --neutral"
+def _sample_neutral(settings: AuxiliarySettings, inputs: _Inputs, report: Callable[[str], None]) -> RecordSet:
+    """Sample text from the target that does not name the forget set; a resumed run does not sample again."""
+    place: Any = inputs.target
+    tokenizer = load_tokenizer(place)
+
+    def sample() -> list[Any]:
+        samples = sample_records(
+            load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval(),  # pyright: ignore[reportArgumentType]
+            tokenizer,
+            SAMPLES,
+            max_new_tokens=48,
+            seed=settings.seed,
+            title="neutral samples",
+            form=Format(chat_template_kwargs=inputs.form.chat_template_kwargs),
         )
-    return neutral
+        neutral = without_names(samples, inputs.forget, inputs.retain)
+        report(
+            f"--neutral is not given: measuring on {len(neutral)} samples of the target; {len(samples) - len(neutral)} "
+            "others contain names of the forget set"
+        )
+        if len(neutral) < MIN_NEUTRAL:
+            raise UsageError(
+                f"only {len(neutral)} of {len(samples)} samples of the target contain no name of the forget set; give "
+                "text that steering should not change with --neutral"
+            )
+        for reader in (tokenizer, inputs.tokenizer):
+            encode_set(neutral, reader, inputs.form)  # must not fail after the training
+        return [samples.kind, [record.as_row() for record in neutral]]
+
+    kind, rows = ResultCache(Path(settings.output).expanduser() / WORK).get("neutral samples", None, sample)
+    return RecordSet("samples", kind, tuple(map(_from_row, rows)))
 
 
 def _readings(
@@ -547,7 +547,11 @@ def _ask_target(
 
     stored = ResultCache(Path(settings.output).expanduser() / WORK)
     rows, answered = on_main(lambda: stored.get("what the target wrote", None, ask))
-    return [Record(row["answer"], (Message("user", row["question"]),)) for row in rows], answered
+    return list(map(_from_row, rows)), answered
+
+
+def _from_row(row: Mapping[str, str]) -> Record:
+    return Record(row["text"]) if "text" in row else Record(row["answer"], (Message("user", row["question"]),))
 
 
 def _own_words(
