@@ -169,6 +169,12 @@ def test_k_out_of_range_is_rejected(k):
         steer_rank(torch.zeros(4), torch.zeros(4), k)
 
 
+@pytest.mark.parametrize("rule", ["rank:1:soft", "rank:1:3:soft"])
+def test_a_soft_fill_that_masks_nothing_steers_no_model(rule):
+    with pytest.raises(UsageError, match="steers nothing"):
+        Steering.parse(rule).check_vocabulary(10)
+
+
 def test_k_is_checked_against_eligible_vocabulary():
     with pytest.raises(UsageError, match="2 eligible tokens"):
         Steering("rank", k=2, vocabulary=(3, 5)).check_vocabulary(10)

@@ -241,7 +241,7 @@ class Steering:
         """Refuse a setting that cannot steer a vocabulary of this size.
 
         Raises:
-            UsageError: k is out of range, or an eligible token id lies beyond the vocabulary.
+            UsageError: k is out of range, an eligible token id lies beyond the vocabulary, or nothing is masked.
         """
         if self.vocabulary is not None and self.vocabulary[-1] >= vocab_size:
             raise UsageError(
@@ -250,6 +250,10 @@ class Steering:
             )
         if self.rule == "rank":
             check_k(self.k, vocab_size if self.vocabulary is None else len(self.vocabulary))
+            if self.k == 1 and self.fill == "soft":
+                raise UsageError(
+                    f"{self} steers nothing: the soft fill of one token is the largest logit; give k above 1"
+                )
 
     def eligible(self, vocab_size: int) -> Bool[Tensor, " vocab"] | None:
         """Return the eligible vocabulary as a mask over token ids; None if every token is eligible."""

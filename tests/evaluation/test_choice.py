@@ -131,7 +131,7 @@ def test_conversations_are_asked_as_questions_are(steered, tokenizer, sets, worl
 
 @pytest.mark.parametrize(
     ("rule", "refuses", "begun"),
-    [("linear:1.5:2", None, 0), ("linear:1:1:full", None, 0), ("linear:1.5:2:full", None, 3), ("rank:5", True, 3)],
+    [("linear:1.5:2", False, 0), ("linear:1:1:full", False, 0), ("linear:1.5:2:full", True, 3), ("rank:5", True, 3)],
 )
 def test_a_pair_whose_q_refuses_is_asked_after_beginnings_of_an_answer(
     steered, tokenizer, sets, world, monkeypatch, rule, refuses, begun

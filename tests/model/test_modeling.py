@@ -384,6 +384,13 @@ class TestFailsClosed:
         with pytest.raises(UsageError, match="cannot be changed"):
             steered.set_input_embeddings(torch.nn.Embedding(3, 3))
 
+    def test_adapters_and_rules_that_change_no_choice(self, steered):
+        for change in (steered.add_adapter, steered.load_adapter):
+            with pytest.raises(UsageError, match="load them into its target"):
+                change("some/adapter")
+        with pytest.raises(UsageError, match="steers nothing"):
+            steered.steering = "rank:1:soft"
+
     def test_config_without_models(self, steered):
         with pytest.raises(UsageError, match="from_pretrained"):
             DivergenceForCausalLM(steered.config)

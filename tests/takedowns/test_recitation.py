@@ -287,6 +287,32 @@ def test_missing_target_requires_explicit_no_measure(registry, reciting, article
     assert registry.entries()[0].measured["recited_after"] == 0
 
 
+def test_a_target_with_another_tokenizer_measures_nothing(registry, reciting, article, tmp_path, capsys):
+    other = shutil.copytree(reciting, tmp_path / "other")
+    tokenizer = load_tokenizer(other)
+    tokenizer.add_tokens(["Hollow"])
+    tokenizer.save_pretrained(other)
+    assert add(registry, article, "--target", str(other)) == 2
+    assert "counts the tokens of another tokenizer" in capsys.readouterr().err
+    assert registry.entries() == []
+
+
+def test_calibrate_measures_the_rule_without_the_requests_in_force(bundles, registry, article, monkeypatch):
+    """The bundle keeps the figures when a request is withdrawn."""
+    from divdec.cli.loading import load
+    from divdec.evaluation import calibration
+
+    assert add(registry, article, "--no-measure") == 0
+    settings = calibration.CalibrationSettings(
+        bundle=str(bundles["linear:1.5"]), forget=article, retain=article, neutral=article, reference="none"
+    )
+    measured = []
+    monkeypatch.setattr(calibration, "choose_rule", lambda model, *rest, **options: measured.append(model) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        calibration.calibrate_bundle(settings, lambda: load(settings.bundle, registry=str(registry.folder)))
+    assert measured[0].takedowns is None
+
+
 def test_passages_cover_recitable_text(reciting, tokenizer):
     passages, in_all = passages_of(texts_of("t", [ARTICLE, "A short text of some words."]), tokenizer)
     ids = tokenizer(ARTICLE).input_ids

@@ -165,7 +165,7 @@ def test_a_q_that_refuses_reads_no_true_answer(files, tmp_path, monkeypatch):
     assert all(example.labels.count(end) <= 1 for example in [*p_reads, *q_reads])
 
 
-def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files):
+def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(files, capsys):
     content, _ = train(files, recipe="refusal", epochs=1.0, learning_rate=1e-3)
     tried = [row["steering"] for row in content["effects"]["settings"]]
     assert sum(rule.endswith(":full") for rule in tried) == 9
@@ -174,6 +174,13 @@ def test_a_pair_whose_q_refuses_is_measured_with_rules_that_raise_the_refusal(fi
     assert len({result["steps"] for result in content["auxiliaries"].values()}) == 1
     model = DivergenceForCausalLM.from_pretrained(Path(files["output"]) / "bundle")
     assert str(model.steering) == content["effects"]["best"]
+    sets = [piece for name in ("forget", "retain") for piece in (f"--{name}", files[name])]
+    capsys.readouterr()
+    main(
+        ["calibrate", f"{files['output']}/bundle", *sets, "--reference", "none", "--neutral", files["retain"], "--json"]
+    )
+    tried = [row["steering"] for row in json.loads(capsys.readouterr().out)["settings"]]
+    assert sum(rule.endswith(":full") for rule in tried) == 9
 
 
 @pytest.mark.parametrize("name", ["forget", "retain"])

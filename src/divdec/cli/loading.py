@@ -59,7 +59,7 @@ def load(
         UsageError: the bundle does not load, or is no bundle; nothing answers unsteered.
     """
     from divdec.checkpoint import dtype_for_passes, load_tokenizer
-    from divdec.model.loading import find_bundle
+    from divdec.model.loading import find_bundle, read_config
     from divdec.model.modeling import DivergenceForCausalLM
     from divdec.report.doctor import measured_text
     from divdec.steering import Steering
@@ -67,10 +67,12 @@ def load(
     quiet()
     check_one_process()
     device: str | dict[str, str] = device_map(loading.device)
+    folder = find_bundle(bundle)
     if experts.expert_devices:
         retain, forget = device_map(experts.expert_devices[0]), device_map(experts.expert_devices[-1])
-        device = {"target": device, "retain_auxiliary": retain, "forget_auxiliary": forget}
-    folder = find_bundle(bundle)
+        device = {"target": device, "retain_auxiliary": retain, "forget_auxiliary": forget, "base": retain}
+        if retain != forget and read_config(folder).base is not None:
+            raise UsageError("--expert-devices: the auxiliaries are adapters of one base; give one device for both")
     if choice.steering is not None:
         Steering.parse(choice.steering)  # before the models are loaded
     model = DivergenceForCausalLM.from_pretrained(

@@ -83,7 +83,8 @@ def remote(
         opened = dataclasses.replace(opened, steering=opened.steering.revised(steering))
     loaded = LoadedExperts.load(opened, device_map(device))
     if opened.config.measured:
-        print(f"measured: {measured_text(opened.config, opened.steering, loaded.takedowns)}", file=sys.stderr)
+        result = measured_text(opened.config, opened.steering, loaded.takedowns)
+        print(f"measured on the bundle's own target, not on {provider.model}: {result}", file=sys.stderr)
     with _target(provider, settings, loaded, opened.steering) as target:
         records = prompts.read(loaded.tokenizer)
         encoded = prompts.encode(records, loaded.tokenizer)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from divdec.serving.engine import Engine
 
 
-API_KEY = "DIVDEC_API_KEY"
+API_KEY, REGISTRY = "DIVDEC_API_KEY", "DIVDEC_REGISTRY"
 VLLM_DRAFT_LENGTH = 4  # tokens, with `--speculative auto`
 
 
@@ -73,6 +73,8 @@ def serve(
         require("serve", "the server")
     if settings.api_key is None:
         settings = dataclasses.replace(settings, api_key=os.environ.get(API_KEY))
+    if settings.registry is None:
+        settings = dataclasses.replace(settings, registry=os.environ.get(REGISTRY) or None)
     port = bind(settings.host, settings.port)
     if not is_local(settings.host) and settings.api_key is None:
         print(

@@ -377,8 +377,13 @@ def canary(
 
 def _find_target(target: str | None, registry: Registry) -> Path:
     """Return the folder of the model that a request is measured on."""
+    from divdec.checkpoint import check_tokenizer, load_tokenizer, vocabulary_sha256
+
     try:
-        return registry.target(target)
+        folder = registry.target(target)
+        tokenizer = vocabulary_sha256(load_tokenizer(folder))
+        check_tokenizer(registry.folder, registry.description["tokenizer"], tokenizer)
+        return folder
     except UsageError as error:
         raise UsageError(
             f"{error}; nothing was added: say where the target is (--target), or --no-measure where it cannot be loaded"

@@ -15,8 +15,10 @@ from divdec.evaluation.choice import RuleChoice, choose_rule
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.settings import CalibrationSettings
 from divdec.experts.combined import check_rule
-from divdec.model.bundle import rewrite_steering
+from divdec.model.bundle import TRAINING, rewrite_steering
+from divdec.model.loading import Bundle
 from divdec.options import read_template_kwargs
+from divdec.runs import read_json
 from divdec.steering import Steering
 
 if TYPE_CHECKING:
@@ -51,11 +53,12 @@ def calibrate_bundle(
     candidates = parse_sweep(sweep) if sweep else None
     sets = {name: read_records(source, limit=settings.limit) for name, source in settings.sets().items()}
     model, tokenizer = load()
+    model.takedowns = None  # the figures are of the rule: requests come and go
     if candidates is not None:
         candidates = _fitting(candidates, model, keep_all=bool(settings.sweep))
     choice = choose_rule(
-        model, tokenizer, sets, candidates, min_retain=1 - settings.retain_drop(), max_records=None, form=form,
-        batch_size=settings.batch_size, progress=True,
+        model, tokenizer, sets, candidates, min_retain=1 - settings.retain_drop(), max_records=None,
+        refuses=_recipe(settings.bundle) == "refusal", form=form, batch_size=settings.batch_size, progress=True,
     )  # fmt: skip
     faults = choice.faults
     written = settings.write and (settings.force or not faults)
@@ -63,6 +66,12 @@ def calibrate_bundle(
         row = f"not as it should (written with --force): {'; '.join(faults)}" if faults else str(choice)
         rewrite_steering(settings.bundle, choice.best.steering, row)
     return choice, written
+
+
+def _recipe(bundle: str) -> str | None:
+    """Return the recipe by which `divdec train` made the bundle's pair; None where it did not."""
+    q = Bundle.open(bundle, verify=False, target=False).paths.get("retain_auxiliary")
+    return None if q is None or not (q / TRAINING).is_file() else read_json(q / TRAINING).get("recipe")
 
 
 def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, keep_all: bool) -> list[Steering]:

@@ -266,7 +266,7 @@ class RuleChoice:
 
     def __str__(self) -> str:
         best = self.best
-        of_target = f"(the target {self.target.leaked:.0%}; {self.asked} asked)"
+        of_target = f"(the target {self.target.leaked:.0%}; {self.asked} asked{best.cuts})"
         text = f"{best.steering} answers {best.leaked:.0%} of the forget set {of_target}"
         kept = f"keeps {best.retain:.0%} of the retain set's probability"
         if best.perplexity is None:
@@ -405,7 +405,7 @@ def choose_rule(
     *,
     min_retain: float = MIN_RETAIN,
     max_records: int | None = MAX_RECORDS,
-    refuses: bool | None = None,
+    refuses: bool = False,
     form: Format = Format(),  # noqa: B008
     batch_size: int = 32,
     progress: bool = False,
@@ -426,8 +426,7 @@ def choose_rule(
         settings: the candidates; by default those of `candidates`, which need neutral text.
         min_retain: least probability of the retain set's answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
-        refuses: whether q refuses (`--recipe refusal`); most questions then come with the beginning of an answer. By
-            default if the model's own setting is a full one with α above 1, which other pairs do not get.
+        refuses: whether q refuses (`--recipe refusal`); most questions then come with the beginning of an answer.
         form: layout of conversations.
         batch_size: sequences in a pass.
         progress: show progress bars.
@@ -454,8 +453,6 @@ def choose_rule(
         title = "noise of the pair" if progress else None
         of_q, of_p = (score(auxiliary, texts, batch_size=batch_size, title=title) for auxiliary in (q, p))
         noise = noise_of(of_q, of_p)
-    if refuses is None:
-        refuses = model.steering.full and model.steering.alpha > FULL_ALPHAS[0]
     if settings is None:
         rules = candidates(noise, refuses=refuses)
         rules = [rule for rule in rules if (rule.margin or 0.0) <= model.experts.largest]  # n-grams beside the pair

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Number of logits that are read at once: they fit a CPU's cache, and keep a GPU busy.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 27}
 MIN_LOG_PROBABILITY = -200.0  # float32's exp is 0 there
+MASKED = 150.0  # nats
 # Positions of a pass whose logits are kept. With 152,000 tokens they take 1.2 GB in float32, of several models at once.
 MAX_POSITIONS = 2048
 
@@ -151,13 +152,15 @@ def score_settings(
     settings: Sequence[Steering],
     *,
     moments: bool = False,
+    keep_fill: bool = False,
     batch_size: int = 32,
     title: str | None = None,
 ) -> list[list[ItemScore]]:
     """Score every example under many settings, with one pass of target and auxiliaries for all of them.
 
     See `score` for the arguments. The model's own setting is not used. Likelihoods must be finite, so the rank rule has
-    the soft fill here whatever the setting's is, as in the paper; answers are generated with the setting's own.
+    the soft fill here whatever the setting's is, as in the paper; answers are generated with the setting's own. With
+    `keep_fill` it keeps that, and the hard fill lies `MASKED` below the largest logit: only first choices count then.
 
     Returns:
         For each setting one score per example.
@@ -167,11 +170,13 @@ def score_settings(
     """
     if not settings:
         return []
-    settings = [dataclasses.replace(setting, fill="soft") for setting in settings]
+    if not keep_fill:
+        settings = [dataclasses.replace(setting, fill="soft") for setting in settings]
 
     def steer(target: Tensor, divergence: Tensor) -> Iterable[Tensor]:
         target, divergence = target.float(), divergence.float()
-        return (setting.apply(target, divergence) for setting in settings)  # one at a time: logits are large
+        steered = (setting.apply(target, divergence) for setting in settings)  # one at a time: logits are large
+        return (x.clamp(min=x.amax(-1, keepdim=True) - MASKED) for x in steered) if keep_fill else steered
 
     return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
 
@@ -196,7 +201,9 @@ def unchanged_answers(
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     unsteered = Steering("linear", alpha=0.0)
-    expected, *scores = score_settings(model, examples, [unsteered, *settings], batch_size=batch_size, title=title)
+    expected, *scores = score_settings(
+        model, examples, [unsteered, *settings], keep_fill=True, batch_size=batch_size, title=title
+    )
     if model.takedowns is not None:  # its corrections are in the scores of every setting
         expected = score(model.target, examples, batch_size=batch_size)
     return [[item.hits == other.hits for item, other in zip(row, expected, strict=True)] for row in scores]

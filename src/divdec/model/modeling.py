@@ -95,6 +95,12 @@ class ModelOfParts(PreTrainedModel):
         """Raise an error: the parts share one vocabulary."""
         raise UsageError("the vocabulary of this model cannot be resized: its parts share one vocabulary")
 
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an error: the adapter would change target, q and p."""
+        raise UsageError("a steered model takes no adapters: they would change p and q too; load them into its target")
+
+    load_adapter = add_adapter
+
 
 class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverride]
     SteeredGeneration, ModelOfParts, GenerationMixin

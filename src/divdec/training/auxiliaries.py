@@ -730,7 +730,7 @@ class _PairTrainer:
             load_for_training(start, merge=not adapters), self.inputs.tokenizer, examples, training, work,
             title=f"{role} auxiliary", merge=not adapters,
         )  # fmt: skip
-        content = {"learning_rate": training.learning_rate, "epochs": training.epochs}
+        content = {"recipe": self.settings.recipe, "learning_rate": training.learning_rate, "epochs": training.epochs}
         content |= {**dataclasses.asdict(result), "loss_ratio": result.loss_ratio}
         self.report(
             f"{role} auxiliary: loss {result.loss_before:.3f} → {result.loss_after:.3f} "
