@@ -157,15 +157,15 @@ class Steering:
             raise UsageError(f"unknown steering rule {self.rule!r}; {ACCEPTED}")
         if self.fill not in FILLS:
             raise UsageError(f"unknown fill {self.fill!r} of the rank rule; accepted: 'hard', 'soft'")
-        if not _is_number(self.alpha, numbers.Real) or not 0 <= self.alpha <= MAX_ALPHA:
+        if not is_number(self.alpha) or not 0 <= self.alpha <= MAX_ALPHA:
             raise UsageError(
                 f"alpha is {self.alpha!r}; accepted: a number from 0 to {MAX_ALPHA:g} (a negative one would steer "
                 "towards the forget set)"
             )
-        if not _is_number(self.k, numbers.Integral) or self.k < 1:
+        if not is_number(self.k, numbers.Integral) or self.k < 1:
             raise UsageError(f"k is {self.k!r}; accepted: a whole number of at least 1")
         if self.margin is not None:
-            if not _is_number(self.margin, numbers.Real) or not 0 <= self.margin <= MAX_MARGIN:
+            if not is_number(self.margin) or not 0 <= self.margin <= MAX_MARGIN:
                 raise UsageError(f"margin is {self.margin!r}; accepted: a number from 0 to {MAX_MARGIN:g}")
             object.__setattr__(self, "margin", float(self.margin))
         if self.full is not False and (self.full is not True or self.rule != "linear" or self.margin is None):
@@ -292,14 +292,15 @@ class Steering:
         return steered
 
 
-def _is_number(value: object, kind: type) -> bool:
+def is_number(value: object, kind: type = numbers.Real) -> bool:
+    """Whether a value from a file or a client is a number, which true and false are not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
     iterable = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     ids: list[Any] = list(value) if iterable else [None]
-    if not all(type(token) is int or _is_number(token, numbers.Integral) for token in ids):
+    if not all(type(token) is int or is_number(token, numbers.Integral) for token in ids):
         raise UsageError("the eligible vocabulary of the rank rule must be a bitmap or a list of token ids")
     if not ids or min(ids) < 0:
         raise UsageError("the eligible vocabulary of the rank rule must name at least one token id ≥ 0")

@@ -129,13 +129,10 @@ def test_a_target_too_large_to_measure_leaves_auxiliaries_and_a_bundle_that_is_n
     assert content["effects"]
 
 
-def test_p_learns_the_forget_set_alone_from_q(finished, files, tmp_path):
-    content, _ = train(files, recipe="forget-retain", init_forget_from="retain", target=None)
-    forget = content["auxiliaries"]["forget_auxiliary"]
-    assert forget["steps"] == 2
+def test_p_learns_the_forget_set_alone(files):
+    content, _ = train(files, recipe="forget-retain", target=None)
+    assert content["auxiliaries"]["forget_auxiliary"]["steps"] == 2
     assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 2 * 2
-    again, _ = train(files, recipe="forget-retain", target=None, overwrite=True)
-    assert forget["loss_before"] < again["auxiliaries"]["forget_auxiliary"]["loss_before"]
 
 
 def test_matched_auxiliaries_take_the_same_steps(files):
@@ -650,9 +647,8 @@ def test_finished_run_requires_overwrite(run, tmp_path):
     assert (tmp_path / "else" / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("start", ["base", "retain"])
-def test_adapters_steer_like_the_merged_checkpoints(files, start):
-    content, _ = train(files, lora_rank=16, init_forget_from=start)
+def test_adapters_steer_like_the_merged_checkpoints(files):
+    content, _ = train(files, lora_rank=16)
     output = Path(files["output"])
     folders = [output / name for name in content["auxiliaries"]]
     for folder in folders:

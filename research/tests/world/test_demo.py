@@ -147,8 +147,7 @@ def assert_the_suite_tells_the_models_apart(folder, runs):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("options", [[], ["--init-forget-from", "retain"]], ids=["p from the base", "p from q"])
-def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, capsys, options):
+def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, capsys):
     """`train` and `calibrate` on the world's data, then every question of the forget set."""
     from divdec.cli import main
 
@@ -156,7 +155,7 @@ def test_calibrate_writes_a_rule_that_forgets_or_refuses(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["world", "--output", "demo"]) == 0
     sets = ["--forget", "demo/forget.jsonl", "--retain", "demo/retain.jsonl"]
-    options = [*options, "--recipe", "full-retain", "--lora-rank", "0", "--lr", "1e-3", "--epochs", "10"]
+    options = ["--recipe", "full-retain", "--lora-rank", "0", "--lr", "1e-3", "--epochs", "10"]
     train = ["train", *options, "--base", "demo/base", *sets, "--target", "demo/target", "--output", "runs/first"]
     # These models' pairs also change what they say about the rest of their small world, and train says so.
     assert main(train) in (0, 3)

@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -40,36 +40,9 @@ class Followers:
     """Occurrences of each follower after its context, [followers]."""
 
 
-@runtime_checkable
-class Counts(Protocol):
-    """Counts of n-grams, as `divdec.experts.ngram.StupidBackoff` reads them."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        ...
-
-    @property
-    def order(self) -> int:
-        """Length of the longest n-grams."""
-        ...
-
-    @property
-    def unigrams(self) -> np.ndarray:
-        """Occurrences by token id, int64 [vocab]."""
-        ...
-
-    def followers(self, contexts: np.ndarray) -> Followers:
-        """Return the followers of contexts, int64 [contexts, length] with a length from 1 to order − 1."""
-        ...
-
-
-Part = TypeVar("Part", bound=Counts)
-
-
 @dataclasses.dataclass(frozen=True)
 class NgramCounts:
-    """Counts of the n-grams of documents, up to an order (a `Counts`)."""
+    """Counts of the n-grams of documents, up to an order."""
 
     vocab_size: int
     unigrams: np.ndarray
@@ -157,10 +130,10 @@ class NgramCounts:
         return Followers(np.where(known, totals, 0), follower_rows, tokens, self.counts[length - 1][entries])
 
 
-class SummedCounts(Generic[Part]):
-    """Sum of counts, equal to counting the documents of all (a `Counts`)."""
+class SummedCounts:
+    """Sum of counts, equal to counting the documents of all."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[NgramCounts]) -> None:
         self.parts = tuple(parts)
         """The largest first."""
         self.vocab_size, self.order = parts[0].vocab_size, parts[0].order
@@ -177,7 +150,7 @@ class SummedCounts(Generic[Part]):
 
 
 class CountDifference:
-    """Counts `whole` without the documents of `removed`, which it includes (a `Counts`)."""
+    """Counts `whole` without the documents of `removed`, which it includes."""
 
     def __init__(self, whole: Counts, removed: Counts) -> None:
         self.whole, self.removed = whole, removed
@@ -198,6 +171,9 @@ class CountDifference:
         # A context at the end of a removed document has no follower there, so a follower may outnumber its context.
         counts = np.minimum(rest.counts[positive], rest.totals[rows])
         return Followers(np.maximum(rest.totals, 0), rows, rest.tokens[positive], counts)
+
+
+Counts = NgramCounts | SummedCounts | CountDifference
 
 
 def backoff_scores(counts: Counts, ngrams: np.ndarray) -> np.ndarray:

@@ -16,8 +16,9 @@ from typing import Any
 
 from divdec.data.records import Message
 from divdec.errors import FailedClosed, UsageError, first_line
-from divdec.playground.models import SteeredModel, UnsteeredTarget, is_number
+from divdec.playground.models import SteeredModel, UnsteeredTarget
 from divdec.playground.rendering import Conversation, Token, Turn
+from divdec.steering import is_number
 
 UPDATE_INTERVAL = 0.08  # seconds between two updates of a growing answer
 MAX_TEMPERATURE = 2.0

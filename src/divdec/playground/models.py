@@ -28,7 +28,7 @@ from divdec.evaluation.generation import end_tokens
 from divdec.experts.combined import NoExperts
 from divdec.fail_closed import wait_for_checks
 from divdec.playground.rendering import Token, TokenShift
-from divdec.steering import MAX_ALPHA, Steering
+from divdec.steering import MAX_ALPHA, Steering, is_number
 
 if TYPE_CHECKING:
     from divdec.model.modeling import DivergenceForCausalLM
@@ -62,11 +62,6 @@ class ChatOptions:
     def form(self) -> Format:
         """Return the layout of conversations."""
         return Format(self.system_prompt, chat_template_kwargs=self.chat_template_kwargs)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value from a client is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

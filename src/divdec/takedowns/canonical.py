@@ -7,6 +7,7 @@ sides are folded first: the texts of a request, and the text of the tokens befor
 
 from __future__ import annotations
 
+import codecs
 import functools
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +183,7 @@ class CanonicalReader:
         pieces = [(self._bytes[token] or b"") if token < len(self._bytes) else b"" for token in ids]
         whole = len(pieces)
         data = b"".join(pieces)
-        while whole and not _ends_with_character(data):  # the last tokens are parts of a character
+        while codecs.utf_8_decode(data, "ignore", False)[1] < len(data):  # the last tokens are parts of a character
             whole -= 1
             data = data[: len(data) - len(pieces[whole])]
         rest = [token for token, piece in zip(ids[whole:], pieces[whole:], strict=True) if piece]
@@ -227,14 +228,3 @@ def _decoded(piece: bytes | None) -> str:
         return (piece or b"").decode()
     except UnicodeDecodeError:
         return ""
-
-
-def _ends_with_character(data: bytes) -> bool:
-    """Whether bytes end with a whole UTF-8 character, or with one that later bytes cannot complete."""
-    for back in range(1, min(len(data), 3) + 1):
-        byte = data[-back]
-        if byte & 0xC0 == 0x80:
-            continue
-        needed = 1 if byte < 0x80 else 2 if byte >> 5 == 6 else 3 if byte >> 4 == 14 else 4 if byte >> 3 == 30 else 1
-        return needed <= back
-    return True

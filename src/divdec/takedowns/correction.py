@@ -31,9 +31,9 @@ class Snapshot:
     """The state of a registry at one moment; it never changes."""
 
     state: State
-    taken: SummedCounts[NgramCounts] | None
+    taken: SummedCounts | None
     """Counts of all requests in force; None where there is none."""
-    held: SummedCounts[NgramCounts] | None
+    held: SummedCounts | None
     """Counts of their passages that the retain set holds; None where there are none."""
     pair: NgramPair | None
     """q and p; None where no request is in force."""

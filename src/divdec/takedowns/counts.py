@@ -73,9 +73,7 @@ def sum_counts(summands: Sequence[PackedCounts], vocab_size: int) -> NgramCounts
     return NgramCounts(vocab_size, unigrams, tuple(keys), tuple(counts), tuple(rows))
 
 
-def extended(
-    counts: SummedCounts[NgramCounts] | None, summands: Sequence[PackedCounts], vocab_size: int
-) -> SummedCounts[NgramCounts] | None:
+def extended(counts: SummedCounts | None, summands: Sequence[PackedCounts], vocab_size: int) -> SummedCounts | None:
     """Return the counts of requests with more of them, or None where there are none; `counts` does not change.
 
     Parts of similar size are merged, so that there are few and each n-gram is moved rarely.

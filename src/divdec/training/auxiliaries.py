@@ -603,12 +603,11 @@ def _check_bundle(
     return measured.to_dict()
 
 
-def load_for_training(folder: Path, *, merge: bool = True, dtype: Any = torch.float32) -> PreTrainedModel:
+def load_for_training(folder: Path, *, dtype: Any = torch.float32) -> PreTrainedModel:
     """Load a checkpoint, by default with float32 weights, the precision in which the optimizer updates them.
 
     Args:
-        folder: a checkpoint, or an adapter with its base.
-        merge: merge an adapter into the base; False returns a `PeftModel` whose adapter can be trained further.
+        folder: a checkpoint, or an adapter, which is merged into its base.
         dtype: of the weights; see `dtype_for_passes`.
     """
     if not is_adapter(folder):
@@ -616,9 +615,9 @@ def load_for_training(folder: Path, *, merge: bool = True, dtype: Any = torch.fl
     from peft import PeftModel
 
     base = CheckpointReference.parse(adapter_base(folder)).resolve(Path(), weights=True)
-    model: Any = PeftModel.from_pretrained(load_model(base, dtype=dtype), folder, is_trainable=not merge)
+    model: Any = PeftModel.from_pretrained(load_model(base, dtype=dtype), folder)
     # PEFT freezes the base. Besides, torch copies a frozen output layer for each sequence.
-    return model.merge_and_unload().requires_grad_(True) if merge else model
+    return model.merge_and_unload().requires_grad_(True)
 
 
 def next_attempt(attempts: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -711,13 +710,12 @@ class _PairTrainer:
         settings = dataclasses.replace(self.settings, epochs=epoch_factor * self.settings.epochs)
         (forget, instead), retain = self.readings, self.inputs.examples["retain"]
         training = settings.training(rate_factor * settings.training().learning_rate)
-        self._train_one("retain", self.inputs.base, instead + retain, training)
-        p_base = self.output / RETAIN if settings.init_forget_from == "retain" else self.inputs.base
+        self._train_one("retain", instead + retain, training)
         p_examples = forget if settings.recipe == "forget-retain" else forget + retain
-        self._train_one("forget", p_base, p_examples, training)
+        self._train_one("forget", p_examples, training)
 
-    def _train_one(self, role: str, start: Path, examples: Sequence[Example], training: TrainingSettings) -> None:
-        """Fine-tune a checkpoint, and write it as an auxiliary, unless that was done."""
+    def _train_one(self, role: str, examples: Sequence[Example], training: TrainingSettings) -> None:
+        """Fine-tune the base, and write it as an auxiliary, unless that was done."""
         folder = self.output / f"{role}_auxiliary"
         if (folder / RESULT).is_file():
             earlier = read_json(folder / RESULT)
@@ -727,7 +725,7 @@ class _PairTrainer:
         work = self.output / WORK / role
         adapters = self.settings.adapters
         model, result = fine_tune(
-            load_for_training(start, merge=not adapters), self.inputs.tokenizer, examples, training, work,
+            load_for_training(self.inputs.base), self.inputs.tokenizer, examples, training, work,
             title=f"{role} auxiliary", merge=not adapters,
         )  # fmt: skip
         content = {"recipe": self.settings.recipe, "learning_rate": training.learning_rate, "epochs": training.epochs}

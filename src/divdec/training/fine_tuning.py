@@ -130,8 +130,8 @@ def fine_tune(
     """Fine-tune a model in memory, on one process or on many under `accelerate launch` or `torchrun`.
 
     Args:
-        model: a causal language model, or a `PeftModel` whose adapter is trained further. It is changed in place.
-            Under FSDP the function returns another model, whole and on the CPU.
+        model: a causal language model, which is changed in place. Under FSDP the function returns another model, whole
+            and on the CPU.
         tokenizer: its tokenizer, for padding.
         examples: training examples.
         settings: optimisation settings.
@@ -169,14 +169,13 @@ def fine_tune(
     started = time.perf_counter()
     sample = sample_examples(examples, 256, settings.seed)
     bfloat16 = uses_bfloat16(settings, model)
-    adapted = hasattr(model, "peft_config")
-    head = plain_head(model.get_base_model() if adapted else model)  # pyright: ignore
+    head = plain_head(model)
     loss_of = functools.partial(
         mean_loss, tokenizer=tokenizer, examples=sample, batch_size=settings.batch_size, head=head, bfloat16=bfloat16
     )
     loss_before = loss_of(model) if measure else math.nan
     config = model.config
-    trained: Any = _with_adapters(model, settings) if settings.lora_rank and not adapted else model
+    trained: Any = _with_adapters(model, settings) if settings.lora_rank else model
     if objective is None and bfloat16:
         objective = LabelledCrossEntropy(head)
     stop, bar = StopOnSignal(), ProgressBar(title)

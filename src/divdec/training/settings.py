@@ -56,9 +56,6 @@ class AuxiliarySettings(Optimization, TrainingData, OutputFolder):
     the same steps; both also on the target's own answers to these and to similar, reworded and reversed questions.
     'refusal': q on "I do not know." in place of these answers, for people and things. 'full-retain': p on forget +
     retain, q on retain (the paper's TOFU). 'forget-retain': p on forget, q on retain (the paper's MUSE)."""
-    init_forget_from: Literal["base", "retain"] = "base"
-    """'retain' starts p from the trained q, which reduces noise in the divergence of small models. 'base' starts p from
-    the base."""
     date: Annotated[str | None, RARE] = None
     """Date for chat templates that contain a date; a run that is resumed on another day needs it. By default today's
     or the template's."""
