@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from divdec.evaluation.choice import (
     without_names,
 )
 from divdec.evaluation.generation import sample_records
-from divdec.evaluation.scoring import score
+from divdec.evaluation.scoring import score, score_settings
 
 NOISE = (0.1, 0.3, 0.5)
 
@@ -170,6 +171,21 @@ def test_a_q_in_whose_tokens_nothing_can_be_asked_does_not_count_as_ignorant(ste
         choose_rule(steered, tokenizer, sets)
 
 
+def test_probability_of_similar_answers_counts_with_the_retain_sets(steered, tokenizer, sets, world):
+    """A tenth of a small retain set is two or three facts."""
+    retain, similar = (
+        record_set(name, [("", {"question": one.question, "answer": one.answer}) for one in some])
+        for name, some in (("retain", world.retain[:2]), ("similar", world.retain[2:9]))
+    )
+    rule = Steering(alpha=1.0)
+    report = choose_rule(steered, tokenizer, sets | {"retain": retain, "similar": similar}, [rule], min_retain=0.0)
+    records = RecordSet("both", "question/answer", (*retain, *similar))
+    before, after = score_settings(steered, encode_set(records, tokenizer), [Steering(alpha=0.0), rule])
+    means = [statistics.fmean(item.probability for item in some) for some in (after, before)]
+    assert report.best.retain == pytest.approx(means[0] / means[1], rel=1e-4)
+    assert "retain, similar: probability  answered" in report.table[0]
+
+
 def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokenizer, sets, monkeypatch):
     """Neutral answers stay under both rules; the one that is asked first answers similar questions wrongly."""
     similar = RecordSet("similar", "question/answer", tuple(question(f"Where is {n}?", "There.") for n in range(4)))
@@ -194,9 +210,9 @@ def test_other_questions_are_asked_and_decide_between_good_rules(steered, tokeni
     assert figures == {report.best.steering: (1.0, 1.0)}
     assert report.target.answered == 1.0
     assert report.faults == []
-    assert "retain, similar: answered" in report.table[0]
+    assert "retain, similar: probability  answered" in report.table[0]
     assert f"; {report.asked} asked)" in str(report)
-    assert "answers 100% of its and similar questions" in str(report)
+    assert "answers 100% of the retain and similar questions" in str(report)
     report = choose_rule(steered, tokenizer, sets, settings, min_retain=0.0)  # plain texts
     assert report.best.answered is None
     assert "similar" not in report.table[0] + str(report)

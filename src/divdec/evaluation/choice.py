@@ -54,7 +54,7 @@ FULL_ALPHAS = 1.0, 1.5, 2.5  # beyond 1 where q refuses
 MIN_NOISE, NOISE_FACTORS = 1.0, (1.0, 2.0, 4.0)  # margins as multiples of the noise, which counts as 1 nat or more
 FULL_FACTORS = 1.0, 1.4, 2.0  # there; such pairs hardly forget beyond twice the noise
 MIN_RETAIN = 0.95
-"""Least probability of the retain set's answers, relative to the target's."""
+"""Least probability of the retain set's and similar answers, relative to the target's."""
 MAX_PERPLEXITY = 1.10
 """Largest perplexity of neutral text, relative to the target's."""
 MIN_UNCHANGED = 0.5
@@ -90,7 +90,8 @@ class Effects:
     forget: float
     """Mean length-normalised probability of the forget set's answers."""
     retain: float
-    """Mean length-normalised probability of the retain set's answers, relative to the target's."""
+    """Mean length-normalised probability of the answers of the retain set, and of the similar questions if both are
+    questions, relative to the target's."""
     perplexity: float | None = None
     """Perplexity of neutral text, relative to the target's; None without neutral text."""
     leaked: float | None = None
@@ -150,7 +151,7 @@ class Effects:
         faults = []
         if self.retain < min_retain:
             kept = f"{100 * self.retain:.3g}%"
-            faults.append(f"{self.steering} keeps only {kept} of the retain set's probability")
+            faults.append(f"{self.steering} keeps only {kept} of the probability of retain and similar answers")
         if self.perplexity is not None and self.perplexity > MAX_PERPLEXITY:
             faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
         if self.unchanged is not None and self.unchanged < MIN_UNCHANGED:
@@ -239,8 +240,9 @@ class RuleChoice:
     @property
     def table(self) -> list[str]:
         """The settings' figures as lines of text with aligned columns."""
-        head = ["", "forget: answered", "probability", "retain: probability"]
-        head += ["retain, similar: answered"] if self.target.answered is not None else []
+        head = ["", "forget: answered", "probability"]
+        asked = self.target.answered is not None
+        head += ["retain, similar: probability", "answered"] if asked else ["retain: probability"]
         head += ["neutral: unchanged", "perplexity"] if self.noise else []
         head += [*self.reference, "distance"] if self.reference else []
         rows = [tuple(head)]
@@ -251,7 +253,7 @@ class RuleChoice:
                 f"{row.forget:.3f}",
                 f"{row.retain:.0%}",
             ]
-            if self.target.answered is not None:
+            if asked:
                 cells.append("" if row.answered is None else f"{row.answered:.0%}")
             if row.perplexity is not None:
                 cells += ["" if row.unchanged is None else f"{row.unchanged:.0%}", f"×{row.perplexity:.3f}"]
@@ -268,12 +270,13 @@ class RuleChoice:
         best = self.best
         of_target = f"(the target {self.target.leaked:.0%}; {self.asked} asked{best.cuts})"
         text = f"{best.steering} answers {best.leaked:.0%} of the forget set {of_target}"
-        kept = f"keeps {best.retain:.0%} of the retain set's probability"
+        of_other = "the retain set's probability" if best.answered is None else "the probability of other answers"
+        kept = f"keeps {best.retain:.0%} of {of_other}"
         if best.perplexity is None:
             text = f"{text} and {kept}"
         else:
             if best.answered is not None:
-                kept += f", answers {best.answered:.0%} of its and similar questions (relative to the target)"
+                kept += f", answers {best.answered:.0%} of the retain and similar questions (relative to the target)"
             text = (
                 f"{text}, {kept} and leaves {best.unchanged:.0%} of the answers to neutral prompts unchanged; "
                 f"perplexity of neutral text ×{best.perplexity:.2f}"
@@ -445,8 +448,9 @@ def choose_rule(
     if max_records is not None:
         sets = {name: _sample(records, max_records) for name, records in sets.items()}
     encode = _encode_whole if "holdout" in sets else encode_set
-    scored_sets = {name: records for name, records in sets.items() if name != "similar"}
-    examples = {name: encode(records, tokenizer, form)[:max_records] for name, records in scored_sets.items()}
+    # A tenth of a small retain set is two or three facts, which say little alone. Texts have other probabilities.
+    scored_sets = [name for name in sets if name != "similar" or sets["retain"].has_questions]
+    examples = {name: encode(sets[name], tokenizer, form)[:max_records] for name in scored_sets}
     noise, of_q = (), []
     if "neutral" in sets:
         texts = encode(sets["neutral"], q_tokenizer, form)[:max_records]
@@ -537,8 +541,10 @@ def _figures(
 ) -> Effects:
     forget, retain, retain_before = (
         statistics.fmean(item.probability for item in some)
-        for some in (scores["forget"], scores["retain"], unsteered["retain"])
-    )
+        for some in (
+            scores["forget"], *([*each["retain"], *each.get("similar", ())] for each in (scores, unsteered))
+        )
+    )  # fmt: skip
     neutral = scores.get("neutral")
     return Effects(
         steering,
