@@ -133,7 +133,7 @@ class NgramCounts:
 class SummedCounts:
     """Sum of counts, equal to counting the documents of all."""
 
-    def __init__(self, parts: Sequence[NgramCounts]) -> None:
+    def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = tuple(parts)
         """The largest first."""
         self.vocab_size, self.order = parts[0].vocab_size, parts[0].order

@@ -95,7 +95,7 @@ class ModelOfParts(PreTrainedModel):
         """Raise an error: the parts share one vocabulary."""
         raise UsageError("the vocabulary of this model cannot be resized: its parts share one vocabulary")
 
-    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+    def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the adapter would change target, q and p."""
         raise UsageError("a steered model takes no adapters: they would change p and q too; load them into its target")
 
