@@ -195,7 +195,7 @@ def adapter_base(folder: Path) -> str:
     Raises:
         UsageError: it names none.
     """
-    config = read_json(folder / "adapter_config.json")
+    config = read_json(folder / "adapter_config.json", dict)
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(name, str) or not name:
         raise UsageError(f"{folder / 'adapter_config.json'} names no base_model_name_or_path; write the base there")
@@ -218,7 +218,7 @@ def check_weights(folder: Path) -> None:
         raise UsageError(f"{folder} holds a LoRA adapter; merge it into its base model (merge_and_unload) first")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json; give a transformers checkpoint, a GGUF file or a hub id")
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", dict)
     if config.get("model_type") == COMPOSITE:
         return  # it checks its checkpoints itself when it is loaded
     if name := config.get("transformers_weights"):
@@ -257,7 +257,10 @@ def weight_files(folder: Path) -> list[Path]:
     index, whole = folder / INDEX, folder / "model.safetensors"
     if not index.is_file():
         return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    shard_of = read_json(index, dict).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(name, str) for name in shard_of.values()):
+        raise UsageError(f"{index} names no shards: weight_map is {shard_of!r:.60}; copy or download it again")
+    names = sorted(set(shard_of.values()))
     if any(Path(name).name != name for name in names):
         raise UsageError(f"{index} names weights outside the folder itself; put all shards into {folder}")
     shards = [folder / name for name in names]
@@ -272,7 +275,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_plain(folder: Path, part: str) -> None:
     """Refuse a bundle or a composite baseline where an ordinary checkpoint is required."""
-    kind = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
+    kind = read_json(folder / "config.json", dict).get("model_type") if (folder / "config.json").is_file() else None
     if kind in ("divergence", COMPOSITE):
         raise UsageError(
             f"{part} {folder} is made of several checkpoints ({kind}), which cannot be trained as one; give an "
@@ -392,7 +395,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:
         raise UsageError(f"{folder}: the tokenizer cannot be read ({first_line(error)})") from None
     if (folder / "config.json").is_file():
-        config = read_json(folder / "config.json")
+        config = read_json(folder / "config.json", dict)
         width = {**config, **(config.get("text_config") or {})}.get("vocab_size")
         if isinstance(width, int):
             tokenizer.tokens_without_logits = tokens_without_logits(tokenizer, width)

@@ -319,14 +319,17 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, kind: type = object) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        UsageError: it is not readable JSON.
+        UsageError: it is not readable JSON, or not of the kind that is wanted.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, kind):
+            raise ValueError(f"it holds a {type(content).__name__}, not a {kind.__name__}")
+        return content
     except ValueError as error:
         raise UsageError(f"{path} is not readable JSON ({error}); remove it or choose another folder") from None
 

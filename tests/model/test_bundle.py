@@ -278,6 +278,26 @@ class TestRejectsInvalidInput:
         weights.write_bytes(weights.read_bytes()[:-100])
         self.refused(own_checkpoints, tmp_path, r"model\.safetensors is missing or corrupt")
 
+    @pytest.mark.parametrize(
+        ("file", "content", "said"),
+        [
+            ("config.json", "[]", r"config\.json is not readable JSON \(it holds a list, not a dict\)"),
+            ("model.safetensors.index.json", "[]", "it holds a list"),
+            ("model.safetensors.index.json", '{"weight_map": [1]}', r"weight_map is \[1\]; copy or download it again"),
+            ("model.safetensors.index.json", '{"weight_map": {"a": 3}}', "names no shards"),
+        ],
+    )
+    def test_damaged_json(self, own_checkpoints, tmp_path, file, content, said):
+        (own_checkpoints / "forget" / file).write_text(content)
+        self.refused(own_checkpoints, tmp_path, said)
+
+    @pytest.mark.parametrize("ids", ["text", [[1]]])
+    def test_end_tokens_that_are_no_ids(self, own_checkpoints, tmp_path, ids):
+        bundle = write(own_checkpoints, tmp_path / "steered")
+        (bundle / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(UsageError, match=r"generation_config\.json: eos_token_id is .*; accepted: token ids"):
+            DivergenceForCausalLM.from_pretrained(bundle)
+
     def test_pickled_weights(self, own_checkpoints, tmp_path):
         weights = own_checkpoints / "forget" / "model.safetensors"
         torch.save(load_file(weights), own_checkpoints / "forget" / "pytorch_model.bin")

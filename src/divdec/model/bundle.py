@@ -261,7 +261,7 @@ def rewrite_steering(bundle: str | os.PathLike[str], steering: Steering, measure
 def is_bundle(folder: Path) -> bool:
     """Return whether a folder holds a bundle, complete or not."""
     try:
-        return read_json(folder / "config.json").get("model_type") == DivergenceConfig.model_type
+        return read_json(folder / "config.json", dict).get("model_type") == DivergenceConfig.model_type
     except (UsageError, OSError, AttributeError):
         return False
 

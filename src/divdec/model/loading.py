@@ -240,7 +240,11 @@ def load_parts(
     )
     if (bundle.folder / "generation_config.json").is_file():
         try:
-            target.generation_config = GenerationConfig.from_pretrained(bundle.folder, local_files_only=True)
+            target.generation_config = settings = GenerationConfig.from_pretrained(bundle.folder, local_files_only=True)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                ids = getattr(settings, name)
+                if not all(isinstance(token, int | None) for token in (ids if isinstance(ids, list) else [ids])):
+                    raise ValueError(f"{name} is {ids!r}; accepted: token ids")
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{bundle.folder / 'generation_config.json'}: {first_line(error)}; write it again"
@@ -350,7 +354,7 @@ def answer_digests(folder: Path, *, verified: bool) -> dict[str, Any]:
     from divdec.takedowns.correction import TakedownCorrection
 
     content: dict[str, Any] = {"files": input_digests(folder)}
-    if read_json(folder / "config.json").get("model_type") != DivergenceConfig.model_type:
+    if read_json(folder / "config.json", dict).get("model_type") != DivergenceConfig.model_type:
         return content
     config = read_config(folder)
     if not verified:
