@@ -157,7 +157,7 @@ def test_nan_divergence_does_not_return_target_logits():
     for steered in (steer_linear(target, divergence, 1.0), *(steer_rank(target, divergence, 1, f) for f in FILLS)):
         assert steered[0].isnan().any()
         assert not steered[1].isnan().any()
-    for steering in map(Steering.parse, ("linear:1", "rank:1", "rank:1:soft")):
+    for steering in (Steering(), Steering("rank", k=1), Steering("rank", k=1, fill="soft")):
         assert steering.apply(target[1:], divergence[1:]).isfinite().any()
         with pytest.raises(FailedClosed, match="NaN"):
             steering.apply(target, divergence)
@@ -172,7 +172,9 @@ def test_k_out_of_range_is_rejected(k):
 @pytest.mark.parametrize("rule", ["rank:1:soft", "rank:1:3:soft"])
 def test_a_soft_fill_that_masks_nothing_steers_no_model(rule):
     with pytest.raises(UsageError, match="steers nothing"):
-        Steering.parse(rule).check_vocabulary(10)
+        Steering.parse(rule)
+    with pytest.raises(UsageError, match="steers nothing"):
+        Steering.parse(Steering("rank", k=1, fill="soft").to_dict())
 
 
 def test_k_is_checked_against_eligible_vocabulary():

@@ -196,7 +196,7 @@ def adapter_base(folder: Path) -> str:
         UsageError: it names none.
     """
     config = read_json(folder / "adapter_config.json", dict)
-    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UsageError(f"{folder / 'adapter_config.json'} names no base_model_name_or_path; write the base there")
     return f"{name}@{config['revision']}" if config.get("revision") and not Path(name).is_dir() else name
@@ -209,7 +209,7 @@ def portable_adapter_config(folder: Path, base: CheckpointReference) -> str:
     left out, so that PEFT asks for the base instead of looking for a folder of this machine.
     """
     names = {"base_model_name_or_path": base.hub_id, "revision": base.revision}
-    return json.dumps(read_json(folder / "adapter_config.json") | names, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(read_json(folder / "adapter_config.json", dict) | names, indent=2, ensure_ascii=False) + "\n"
 
 
 def check_weights(folder: Path) -> None:

@@ -198,7 +198,13 @@ class Steering:
             alpha = _parse_number(values[0], float, f"alpha in {value!r} is not a number")
             return cls(rule="linear", alpha=alpha, margin=margin, full=full)
         k = _parse_number(values[0], int, f"k in {value!r} is not a whole number")
-        return cls(rule="rank", k=k, margin=margin, fill=fill)
+        return cls(rule="rank", k=k, margin=margin, fill=fill).refused_if_idle()
+
+    def refused_if_idle(self) -> Steering:
+        """Return a rule that somebody gave, and refuse one under which the target's first choice always stays."""
+        if (self.rule, self.k, self.fill) == ("rank", 1, "soft"):
+            raise UsageError(f"{self} steers nothing: the soft fill of one token is the largest logit; give k above 1")
+        return self
 
     def revised(self, text: str) -> Steering:
         """Parse another rule or strength and keep this setting's eligible vocabulary.
@@ -235,13 +241,13 @@ class Steering:
             vocabulary = _from_bitmap(vocabulary)
         elif isinstance(vocabulary, list):
             vocabulary = tuple(vocabulary)
-        return cls(**{**fields, "vocabulary": vocabulary})
+        return cls(**{**fields, "vocabulary": vocabulary}).refused_if_idle()
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse a setting that cannot steer a vocabulary of this size.
 
         Raises:
-            UsageError: k is out of range, an eligible token id lies beyond the vocabulary, or nothing is masked.
+            UsageError: k is out of range, or an eligible token id lies beyond the vocabulary.
         """
         if self.vocabulary is not None and self.vocabulary[-1] >= vocab_size:
             raise UsageError(
@@ -250,10 +256,6 @@ class Steering:
             )
         if self.rule == "rank":
             check_k(self.k, vocab_size if self.vocabulary is None else len(self.vocabulary))
-            if self.k == 1 and self.fill == "soft":
-                raise UsageError(
-                    f"{self} steers nothing: the soft fill of one token is the largest logit; give k above 1"
-                )
 
     def eligible(self, vocab_size: int) -> Bool[Tensor, " vocab"] | None:
         """Return the eligible vocabulary as a mask over token ids; None if every token is eligible."""

@@ -291,6 +291,15 @@ class TestRefused:
         (folder / "retain" / "training.json").write_text(json.dumps({"base": {"model.safetensors": "0" * 64}}))
         self.refused(folder, "trained on other weights")
 
+    def test_two_devices_for_adapters_of_one_base(self, llama, monkeypatch):
+        from divdec.cli import loading
+
+        monkeypatch.setattr(loading, "device_map", str)
+        with pytest.raises(UsageError, match="adapters of one base; give one device for both"):
+            loading.load(str(write(llama[0])), experts=loading.ExpertDevices(expert_devices=("cpu", "cuda:1")))
+        model, _ = loading.load(str(write(llama[0], "again")), experts=loading.ExpertDevices(expert_devices=("cpu",)))
+        assert isinstance(model.experts, AdapterPair)
+
     def test_other_kinds_of_adapters(self, llama):
         folder, models, _ = llama
         adapt(models["base"], folder / "retain", 0, r=2, target_modules=["q_proj"], use_dora=True)
@@ -344,7 +353,7 @@ class TestRefused:
             AdapterPair.load(models["base"].to(torch.bfloat16), folder / "retain", folder / "forget")
 
     @pytest.mark.parametrize(
-        ("config", "message"), [([], "no object of settings"), ({"lora_alpha": 0}, "accepted: a number, not 0")]
+        ("config", "message"), [([], "it holds a list"), ({"lora_alpha": 0}, "accepted: a number, not 0")]
     )
     def test_damaged_configuration(self, llama, config, message):
         folder, models, _ = llama

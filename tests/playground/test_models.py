@@ -213,7 +213,7 @@ def test_controls_preserve_bundle_vocabulary_and_fill():
     controls = SteeringControls(own, eligible_size=4)
     assert controls.steering("rank", 1.0, 3) == Steering("rank", k=3, fill="soft", vocabulary=(1, 2, 3, 4))
     assert controls.steering("linear", 2.0, 3).vocabulary == own.vocabulary
-    assert controls.k_range == (1, 3)
+    assert controls.k_range == (2, 3)  # rank:1:soft steers nothing
 
 
 def test_controls_of_a_full_rule_offer_both_rules():

@@ -164,6 +164,17 @@ def test_takedown_applies_in_server(bundles, registry, article, tokenizer):
         assert ask(prompt) == before[0]
 
 
+def test_server_follows_the_registry_of_the_environment(bundles, registry, monkeypatch):
+    from divdec.cli import serving as command
+
+    given = []
+    monkeypatch.setenv("DIVDEC_REGISTRY", str(registry.folder))
+    monkeypatch.setattr(command, "build_engine", lambda *values: given.append(values[2].registry) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["serve", str(bundles["linear:1.5"]), "--port", "0"])
+    assert given == [str(registry.folder)]
+
+
 def test_running_model_applies_strength_changes(reciting, registry, tokenizer):
     model = DivergenceForCausalLM.from_experts(
         load_model(reciting), None, takedowns=TakedownCorrection(registry.folder)
@@ -293,7 +304,7 @@ def test_a_target_with_another_tokenizer_measures_nothing(registry, reciting, ar
     tokenizer.add_tokens(["Hollow"])
     tokenizer.save_pretrained(other)
     assert add(registry, article, "--target", str(other)) == 2
-    assert "counts the tokens of another tokenizer" in capsys.readouterr().err
+    assert "has another tokenizer than the target of the registry" in capsys.readouterr().err
     assert registry.entries() == []
 
 

@@ -342,17 +342,18 @@ def test_interrupted_training_resumes_without_retraining_finished_auxiliary(fini
         assert (tmp_path / "run" / piece / "model.safetensors").read_bytes() == whole.read_bytes()
 
 
-def test_too_few_neutral_samples_leave_the_folder_free(files, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(auxiliaries, "MIN_NEUTRAL", 33)
-        with pytest.raises(
-            UsageError, match=r"of 32 samples .* give text that steering should not change with --neutral"
-        ):
-            train(files)
+def test_too_few_neutral_samples_leave_the_folder_free_and_an_earlier_run_as_it_is(
+    finished, files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(auxiliaries, "MIN_NEUTRAL", 33)
+    with pytest.raises(UsageError, match=r"of 32 samples .* give text that steering should not change with --neutral"):
+        train(files)
     assert list((tmp_path / "run").iterdir()) == []
-    monkeypatch.setattr(auxiliaries, "fine_tune", None)
-    with pytest.raises(TypeError):  # this run begins, with other settings
-        train(files, neutral=files["retain"])
+    shutil.copytree(finished[0]["output"], tmp_path / "run", dirs_exist_ok=True)
+    with pytest.raises(UsageError, match="of 32 samples"):
+        train(files, seed=3, overwrite=True)
+    for piece in ("run.json", "retain_auxiliary/model.safetensors", "bundle/config.json"):
+        assert (tmp_path / "run" / piece).is_file()
 
 
 def test_an_interrupted_measurement_asks_each_rule_once(finished, files, tmp_path, monkeypatch):

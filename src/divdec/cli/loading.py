@@ -32,8 +32,8 @@ class ExpertDevices:
     """Where the auxiliaries run."""
 
     expert_devices: Annotated[tuple[str, ...], RARE] = ()
-    """Devices of the auxiliaries: one for both, or one for q and one for p, such as cuda:1 cuda:2. The auxiliaries run
-    in parallel with the target."""
+    """Devices of the auxiliaries: one for both, or one for q and one for p, such as cuda:1 cuda:2 (not for adapters of
+    one base). The auxiliaries run in parallel with the target."""
 
     def __post_init__(self) -> None:
         if len(self.expert_devices) > 2:

@@ -377,12 +377,12 @@ def canary(
 
 def _find_target(target: str | None, registry: Registry) -> Path:
     """Return the folder of the model that a request is measured on."""
-    from divdec.checkpoint import check_tokenizer, load_tokenizer, vocabulary_sha256
+    from divdec.checkpoint import load_tokenizer, vocabulary_sha256
 
     try:
         folder = registry.target(target)
-        tokenizer = vocabulary_sha256(load_tokenizer(folder))
-        check_tokenizer(registry.folder, registry.description["tokenizer"], tokenizer)
+        if vocabulary_sha256(load_tokenizer(folder)) != registry.description["tokenizer"]:
+            raise UsageError(f"{folder} has another tokenizer than the target of the registry {registry.folder}")
         return folder
     except UsageError as error:
         raise UsageError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from divdec.data.formatting import Format
 from divdec.data.records import read_records
 from divdec.errors import UsageError
-from divdec.evaluation.choice import RuleChoice, choose_rule
+from divdec.evaluation.choice import FULL_ALPHAS, RuleChoice, choose_rule
 from divdec.evaluation.run import parse_sweep
 from divdec.evaluation.settings import CalibrationSettings
 from divdec.experts.combined import check_rule
@@ -58,7 +58,8 @@ def calibrate_bundle(
         candidates = _fitting(candidates, model, keep_all=bool(settings.sweep))
     choice = choose_rule(
         model, tokenizer, sets, candidates, min_retain=1 - settings.retain_drop(), max_records=None,
-        refuses=_recipe(settings.bundle) == "refusal", form=form, batch_size=settings.batch_size, progress=True,
+        refuses=_learned_to_refuse(settings.bundle, model.steering), form=form, batch_size=settings.batch_size,
+        progress=True,
     )  # fmt: skip
     faults = choice.faults
     written = settings.write and (settings.force or not faults)
@@ -68,10 +69,11 @@ def calibrate_bundle(
     return choice, written
 
 
-def _recipe(bundle: str) -> str | None:
-    """Return the recipe by which `divdec train` made the bundle's pair; None where it did not."""
+def _learned_to_refuse(bundle: str, rule: Steering) -> bool:
+    """Whether q was trained with `--recipe refusal`; its rule shows it if its files do not say."""
     q = Bundle.open(bundle, verify=False, target=False).paths.get("retain_auxiliary")
-    return None if q is None or not (q / TRAINING).is_file() else read_json(q / TRAINING).get("recipe")
+    trained = {} if q is None or not (q / TRAINING).is_file() else read_json(q / TRAINING, dict)
+    return trained["recipe"] == "refusal" if "recipe" in trained else rule.full and rule.alpha > FULL_ALPHAS[0]
 
 
 def _fitting(candidates: Sequence[Steering], model: DivergenceForCausalLM, *, keep_all: bool) -> list[Steering]:

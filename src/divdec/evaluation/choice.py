@@ -146,12 +146,12 @@ class Effects:
         Args:
             target: figures of the unsteered target.
             guessed: share of the forget set's questions that q answers.
-            min_retain: least probability of the retain set's answers, relative to the target's.
+            min_retain: least value of `retain`.
         """
         faults = []
         if self.retain < min_retain:
             kept = f"{100 * self.retain:.3g}%"
-            faults.append(f"{self.steering} keeps only {kept} of the probability of retain and similar answers")
+            faults.append(f"{self.steering} keeps only {kept} of the probability of what it should keep")
         if self.perplexity is not None and self.perplexity > MAX_PERPLEXITY:
             faults.append(f"{self.steering} raises the perplexity of neutral text to {self.perplexity:.2f} times")
         if self.unchanged is not None and self.unchanged < MIN_UNCHANGED:
@@ -242,7 +242,7 @@ class RuleChoice:
         """The settings' figures as lines of text with aligned columns."""
         head = ["", "forget: answered", "probability"]
         asked = self.target.answered is not None
-        head += ["retain, similar: probability", "answered"] if asked else ["retain: probability"]
+        head += ["kept: probability", "answered"] if asked else ["kept: probability"]
         head += ["neutral: unchanged", "perplexity"] if self.noise else []
         head += [*self.reference, "distance"] if self.reference else []
         rows = [tuple(head)]
@@ -270,13 +270,12 @@ class RuleChoice:
         best = self.best
         of_target = f"(the target {self.target.leaked:.0%}; {self.asked} asked{best.cuts})"
         text = f"{best.steering} answers {best.leaked:.0%} of the forget set {of_target}"
-        of_other = "the retain set's probability" if best.answered is None else "the probability of other answers"
-        kept = f"keeps {best.retain:.0%} of {of_other}"
+        kept = f"keeps {best.retain:.0%} of the probability of what it should keep"
         if best.perplexity is None:
             text = f"{text} and {kept}"
         else:
             if best.answered is not None:
-                kept += f", answers {best.answered:.0%} of the retain and similar questions (relative to the target)"
+                kept += f", answers {best.answered:.0%} of those questions (relative to the target)"
             text = (
                 f"{text}, {kept} and leaves {best.unchanged:.0%} of the answers to neutral prompts unchanged; "
                 f"perplexity of neutral text ×{best.perplexity:.2f}"
@@ -427,7 +426,7 @@ def choose_rule(
             like those of the forget set that no model has seen) or both; 'similar' (questions that should be answered
             as before) if there are any.
         settings: the candidates; by default those of `candidates`, which need neutral text.
-        min_retain: least probability of the retain set's answers, relative to the target's.
+        min_retain: least probability of the retain set's and similar answers, relative to the target's.
         max_records: records of a set to score; None scores all. At most `MAX_RECORDS` are asked.
         refuses: whether q refuses (`--recipe refusal`); most questions then come with the beginning of an answer.
         form: layout of conversations.

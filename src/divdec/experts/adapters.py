@@ -325,8 +325,6 @@ def adapter_scale(folder: Path) -> Any:
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} holds no adapter ({CONFIG}), but the bundle names a base; write the bundle again")
     config = read_json(folder / CONFIG, dict)
-    if not isinstance(config, dict):
-        raise UsageError(f"{folder / CONFIG} holds no object of settings; copy it again")
     for name, accepted in SUPPORTED.items():
         if name in config and config[name] not in accepted:
             raise UsageError(

@@ -388,7 +388,7 @@ def _check_adapters(paths: Mapping[str, Path]) -> None:
         folder = paths[part]
         check_adapter(folder)
         factors.append(read_adapter(folder, base))
-        trained = read_json(folder / TRAINING).get("base") if (folder / TRAINING).is_file() else None
+        trained = read_json(folder / TRAINING, dict).get("base") if (folder / TRAINING).is_file() else None
         if trained is not None:
             actual = digests(paths[BASE]) if actual is None else actual
             if trained != {name: digest for name, digest in actual.items() if name.endswith(".safetensors")}:

@@ -96,8 +96,8 @@ class ModelOfParts(PreTrainedModel):
         raise UsageError("the vocabulary of this model cannot be resized: its parts share one vocabulary")
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error: the adapter would change target, q and p."""
-        raise UsageError("a steered model takes no adapters: they would change p and q too; load them into its target")
+        """Raise an error: the adapter would change all parts."""
+        raise UsageError("a model of several parts takes no adapters: all would change; load them into its target")
 
     load_adapter = add_adapter
 

@@ -33,7 +33,8 @@ class ServeSettings:
     extra_bundle: tuple[str, ...] = ()
     """Further bundles, as name=path; clients choose by name."""
     registry: str | None = None
-    """Folder of a takedown registry (`divdec takedown`). Every bundle follows it, including later changes."""
+    """Folder of a takedown registry (`divdec takedown`), by default that of the environment variable DIVDEC_REGISTRY.
+    Every bundle follows it, including later changes."""
     logprobs: str | None = None
     """Probabilities that replies tell: off, top-1, or full. All but full also refuse logit_bias, log-probabilities of
     the prompt and seeds of samples, and accept sampling numbers in steps of 0.05.

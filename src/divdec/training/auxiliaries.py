@@ -100,7 +100,7 @@ RETAIN_SHARE = 0.04
 """Largest share of retain tokens that steering may lower, relative to the share of forget tokens that it lowers.
 
 Tokens that it raises count against them: noise then cancels, while a p that is more confident everywhere shows. Good
-pairs of the toy world had 0 to 2 %, two whose p was initialised from q 6 % and 40 %.
+pairs of the toy world had 0 to 2 %, two whose p began as q 6 % and 40 %.
 """
 MAX_PERPLEXITY_OF_Q = 10.0
 """Perplexity of neutral text under q, relative to the target's, above which another base is suggested. It was 884 and
@@ -226,6 +226,10 @@ def train_auxiliaries(
     state, report = join_processes(report)
     output = Path(settings.output).expanduser()
     inputs = _read_inputs(settings, output, measure, report)
+    samples = settings.target is not None and measure and inputs.neutral is None
+    sample = functools.lru_cache(functools.partial(_sample_neutral, settings, inputs, report))
+    if samples and settings.overwrite:
+        on_main(sample)  # if it fails, the earlier run is kept
     run = RunFolder.open(
         output,
         "train",
@@ -236,9 +240,10 @@ def train_auxiliaries(
         on_main=on_main,
     )
     with run:
-        if settings.target is not None and measure and inputs.neutral is None:
-            neutral = on_main(functools.partial(_sample_neutral, settings, inputs, report))
-            inputs = dataclasses.replace(inputs, neutral=neutral)
+        if samples:
+            stored = ResultCache(output / WORK)
+            kind, rows = on_main(lambda: stored.get("neutral samples", None, sample))
+            inputs = dataclasses.replace(inputs, neutral=RecordSet("samples", kind, tuple(map(_from_row, rows))))
         readings, similar, rewordings = _readings(inputs, settings, report)
         trainer = _PairTrainer(settings, output, inputs, readings, report)
         attempts: list[dict[str, Any]] = []
@@ -413,37 +418,32 @@ def faults_of(content: Mapping[str, Any]) -> list[str]:
     return (content["effects"] or content["separation"] or {"faults": []})["faults"]
 
 
-def _sample_neutral(settings: AuxiliarySettings, inputs: _Inputs, report: Callable[[str], None]) -> RecordSet:
-    """Sample text from the target that does not name the forget set; a resumed run does not sample again."""
+def _sample_neutral(settings: AuxiliarySettings, inputs: _Inputs, report: Callable[[str], None]) -> list[Any]:
+    """Sample text from the target that does not name the forget set; return the records' kind, and their rows."""
     place: Any = inputs.target
     tokenizer = load_tokenizer(place)
-
-    def sample() -> list[Any]:
-        samples = sample_records(
-            load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval(),  # pyright: ignore[reportArgumentType]
-            tokenizer,
-            SAMPLES,
-            max_new_tokens=48,
-            seed=settings.seed,
-            title="neutral samples",
-            form=Format(chat_template_kwargs=inputs.form.chat_template_kwargs),
+    samples = sample_records(
+        load_model(place, dtype=dtype_for_passes()).to(PartialState().device).eval(),  # pyright: ignore[reportArgumentType]
+        tokenizer,
+        SAMPLES,
+        max_new_tokens=48,
+        seed=settings.seed,
+        title="neutral samples",
+        form=Format(chat_template_kwargs=inputs.form.chat_template_kwargs),
+    )
+    neutral = without_names(samples, inputs.forget, inputs.retain)
+    report(
+        f"--neutral is not given: measuring on {len(neutral)} samples of the target; {len(samples) - len(neutral)} "
+        "others contain names of the forget set"
+    )
+    if len(neutral) < MIN_NEUTRAL:
+        raise UsageError(
+            f"only {len(neutral)} of {len(samples)} samples of the target contain no name of the forget set; give text "
+            "that steering should not change with --neutral"
         )
-        neutral = without_names(samples, inputs.forget, inputs.retain)
-        report(
-            f"--neutral is not given: measuring on {len(neutral)} samples of the target; {len(samples) - len(neutral)} "
-            "others contain names of the forget set"
-        )
-        if len(neutral) < MIN_NEUTRAL:
-            raise UsageError(
-                f"only {len(neutral)} of {len(samples)} samples of the target contain no name of the forget set; give "
-                "text that steering should not change with --neutral"
-            )
-        for reader in (tokenizer, inputs.tokenizer):
-            encode_set(neutral, reader, inputs.form)  # must not fail after the training
-        return [samples.kind, [record.as_row() for record in neutral]]
-
-    kind, rows = ResultCache(Path(settings.output).expanduser() / WORK).get("neutral samples", None, sample)
-    return RecordSet("samples", kind, tuple(map(_from_row, rows)))
+    for reader in (tokenizer, inputs.tokenizer):
+        encode_set(neutral, reader, inputs.form)  # must not fail after the training
+    return [samples.kind, [record.as_row() for record in neutral]]
 
 
 def _readings(

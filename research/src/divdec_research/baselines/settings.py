@@ -80,7 +80,7 @@ class TargetTrainingSettings(HelperSettings):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     loggers: tuple[str, ...] = ()
-    """Experiment trackers to report to, such as tensorboard or wandb."""
+    """Experiment trackers to report to, such as wandb, or tensorboard if TENSORBOARD_LOGGING_DIR is set."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
