@@ -57,7 +57,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "facts": (
         "| facts forgotten | " + ANSWERS_HEAD,
         [
-            (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1:2:full"),
+            (FORGOTTEN + "capitals | " + ANSWERS, *CAPITALS, "linear:1:4:full"),
             (FORGOTTEN + "symbols of chemical elements | " + ANSWERS, *SYMBOLS, "linear:1:1:full"),
             (FORGOTTEN + "authors of books | " + ANSWERS, *AUTHORS, "linear:1.5:4"),
         ],
@@ -65,7 +65,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
     "real-pair": (
         "| pair | rule | " + ANSWERS_HEAD,
         [
-            ("| LoRA | **{rule}** | " + ANSWERS, *CAPITALS, "linear:1:2:full"),
+            ("| LoRA | **{rule}** | " + ANSWERS, *CAPITALS, "linear:1:4:full"),
             ("| | {rule} | " + ANSWERS, *CAPITALS, "rank:20:3"),
             ("| all weights | {rule} | " + ANSWERS, *ALL_WEIGHTS, "linear:1.5:3"),
             ("| | {rule} | " + ANSWERS, *ALL_WEIGHTS, "rank:20:3"),
@@ -79,7 +79,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
             ("| authors of books: target | | " + ANSWERS, *AUTHORS, "target"),
             (SPLIT + ANSWERS, *AUTHORS, "linear:1.5:4"),
             ("| companies of products: target | | " + ANSWERS, *PRODUCTS, "target"),
-            (SPLIT + ANSWERS, *PRODUCTS, "linear:1.5:1"),
+            (SPLIT + ANSWERS, *PRODUCTS, "linear:1.5:2"),
         ],
     ),
     "people": (
@@ -96,7 +96,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         "| | asked | examples first | insisting | begun | in French | choice | by letter | reversed | 8 samples |",
         [
             ("| target | " + ATTACKS + "– |", ATTACKED, "target", "figures"),
-            ("| linear:1:2:full | " + ATTACKS + "{samples, any:.2f} |", ATTACKED, "linear:1:2:full", "figures"),
+            ("| linear:1:4:full | " + ATTACKS + "{samples, any:.2f} |", ATTACKED, "linear:1:4:full", "figures"),
         ],
     ),
     "tofu": (
