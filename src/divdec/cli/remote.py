@@ -69,7 +69,7 @@ def remote(
         steering: The rule: linear:ALPHA or rank:K, both also with :MARGIN; the bundle's by default.
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
-    from divdec.cli.loading import device_map, quiet
+    from divdec.cli.loading import device_map, quiet, report
     from divdec.model.loading import Bundle
     from divdec.remote.experts import LoadedExperts, source_digests
     from divdec.remote.target import answer_prompts, stream_answer
@@ -83,8 +83,9 @@ def remote(
         opened = dataclasses.replace(opened, steering=opened.steering.revised(steering))
     loaded = LoadedExperts.load(opened, device_map(device))
     if opened.config.measured:
-        result = measured_text(opened.config, opened.steering, loaded.takedowns)
-        print(f"measured on the bundle's own target, not on {provider.model}: {result}", file=sys.stderr)
+        report(
+            f"measured on the bundle's target alone: {measured_text(opened.config, opened.steering, loaded.takedowns)}"
+        )
     with _target(provider, settings, loaded, opened.steering) as target:
         records = prompts.read(loaded.tokenizer)
         encoded = prompts.encode(records, loaded.tokenizer)
