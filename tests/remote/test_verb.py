@@ -63,7 +63,7 @@ def test_what_was_measured_is_said_and_that_another_rule_was_not(url, models, ca
     rewrite_steering(bundle, Steering.parse("linear:1:1:full"), "it forgets")
     endpoint = ["--endpoint", f"{url}/v1", "--model", "plain", "--raw", "--prompt", TEXTS[0], "--max-new-tokens", "2"]
     assert main(["remote", "--bundle", str(bundle), *endpoint, "--steering", "linear:1:1"]) == 0
-    said = "measured on the bundle's target alone: it forgets "
+    said = "measured on the bundle's target: it forgets "
     said += "(with linear:1:1:full; linear:1:1 was not measured)"
     assert said in capsys.readouterr().err.splitlines()
 

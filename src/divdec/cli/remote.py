@@ -83,9 +83,7 @@ def remote(
         opened = dataclasses.replace(opened, steering=opened.steering.revised(steering))
     loaded = LoadedExperts.load(opened, device_map(device))
     if opened.config.measured:
-        report(
-            f"measured on the bundle's target alone: {measured_text(opened.config, opened.steering, loaded.takedowns)}"
-        )
+        report(f"measured on the bundle's target: {measured_text(opened.config, opened.steering, loaded.takedowns)}")
     with _target(provider, settings, loaded, opened.steering) as target:
         records = prompts.read(loaded.tokenizer)
         encoded = prompts.encode(records, loaded.tokenizer)
