@@ -100,9 +100,8 @@ class SteeringControls:
     def k_range(self) -> tuple[int, int]:
         """Smallest and largest k."""
         largest = max(MAX_K, 2 * self.default.k if self.default.rule == "rank" else 1)
-        return 2 if self.default.fill == "soft" else 1, min(
-            largest, self.eligible_size - 1
-        )  # rank:1:soft steers nothing
+        smallest = 2 if self.default.fill == "soft" else 1  # rank:1:soft steers nothing
+        return smallest, min(largest, self.eligible_size - 1)
 
     def steering(self, rule: Any, alpha: Any, k: Any) -> Steering:
         """Return the rule for values that a client sent; refuse those that the controls do not offer."""
