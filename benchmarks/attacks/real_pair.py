@@ -244,6 +244,8 @@ def main(arguments=None):
     parser.add_argument("--epochs", type=float, default=4.0)
     options = parser.parse_args(arguments)
     options.kind, seed, _ = options.run.name.split("-", 2)
+    if options.kind not in REVERSED:
+        parser.error(f"--run: {options.kind} cannot be attacked; accepted: {', '.join(REVERSED)}")
     stem = options.run.parent / f"{options.kind}-{seed}"
     rows = read_json(stem.with_suffix(".json"))["rows"]
     facts = [Fact(options.kind, *pair) for pair in KINDS[options.kind]["answers"].items()]
@@ -251,13 +253,8 @@ def main(arguments=None):
     results = options.results or options.run
     results.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(options.run / BUNDLE)
-    content = attack_rules(
-        options,
-        results / f"{options.run.name}-attacks.json",
-        facts_in("forget", rows, facts_of),
-        facts_in("retain", rows, facts_of),
-        tokenizer,
-    )
+    sets = (facts_in(name, rows, facts_of) for name in ("forget", "retain"))
+    content = attack_rules(options, results / f"{options.run.name}-attacks.json", *sets, tokenizer)
     if options.student:
         file = results / f"{options.run.name}-student.json"
         if not file.is_file():

@@ -141,7 +141,7 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
         folder = huggingface_hub.snapshot_download(
             hub_id, revision=revision, allow_patterns=patterns, local_files_only=local_files_only
         )
-    except hub_errors() as error:
+    except Exception as error:  # the HTTP library of huggingface_hub, and so its errors, differ by version
         if local_files_only and isinstance(error, LocalEntryNotFoundError):
             raise UsageError(
                 f"{hub_id!r} is not a local folder, and not in the local Hugging Face cache (offline mode: "
@@ -152,14 +152,6 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
             f"({type(error).__name__}: {first_line(error)})"
         ) from None
     return Path(folder)
-
-
-def hub_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of the hub's client, whose HTTP library is httpx, httpx2 or requests."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    library: Any = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
-    return library, LocalEntryNotFoundError, HFValidationError, OSError
 
 
 def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:

@@ -68,12 +68,6 @@ class Endpoint:
                 f"timeout is {self.timeout}, retries {self.retries}; accepted: a timeout above 0, retries of 0 or more"
             )
 
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     @functools.cached_property
     def _client(self) -> openai.OpenAI:
         timeout = openai.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT))

@@ -83,7 +83,7 @@ def test_encoder_token_is_preferred_among_tokens_with_same_bytes(tokenizers):
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from divdec.bridge.token_bytes import VocabularyMap
+    from divdec.bridge.token_bytes import source_tokens
 
     description = describe_tokenizer(tokenizers["small"])
     added_id = len(tokenizers["small"])
@@ -94,5 +94,5 @@ def test_encoder_token_is_preferred_among_tokens_with_same_bytes(tokenizers):
     auxiliary = AuxiliaryTokenizer(PreTrainedTokenizerFast(tokenizer_object=added, eos_token="</s>"))
     text = run.replace("Ġ", " ").encode()
     assert auxiliary.encode(text.decode()) == [added_id]
-    mapped = VocabularyMap.build([text, known.encode()], auxiliary.written_bytes, 2)
-    assert mapped.source.tolist() == [added_id, description["model"]["vocab"][known]]
+    source = source_tokens([text, known.encode()], auxiliary.written_bytes, 2)
+    assert source.tolist() == [added_id, description["model"]["vocab"][known]]

@@ -89,8 +89,7 @@ def test_commands_work_with_bridged_bundle(models, tmp_path, capsys):
     assert main(["doctor", "--bundle", str(bundle), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["bundle"]
     assert found["experts"] == ["BridgedPair"]
-    assert sum(found["bridge"].values()) == pytest.approx(1)
-    assert found["bridge"]["exact"] > 0
+    assert 50 < int(found["bridged"].partition("%")[0]) <= 100
     assert set(found["parameters"]) == {"target", "retain_auxiliary", "forget_auxiliary"}
     assert main(["generate", str(bundle), "--prompt", "Who wrote The Hollow Orchard?", "Who else?",
                  "--max-new-tokens", "6", "--logprobs"]) == 0  # fmt: skip

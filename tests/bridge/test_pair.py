@@ -76,8 +76,7 @@ def slow_reference(pair, ids):
         real = [token for token, text in enumerate(reader.auxiliary.bytes) if text is not None]
         q, p = (each - each[real].logsumexp(-1) for each in logits)
         difference = q - p
-        source = torch.from_numpy(pair.map.source)
-        found.append(torch.where(source < 0, difference[real].median(), difference[source.clamp(min=0)]))
+        found.append(torch.where(pair.source < 0, difference[real].median(), difference[pair.source.clamp(min=0)]))
     return torch.stack(found)
 
 

@@ -4,40 +4,27 @@ import time
 
 import numpy as np
 
-from divdec.bridge.token_bytes import (
-    EXACT,
-    NONE,
-    PREFIX,
-    VocabularyMap,
-)
+from divdec.bridge.token_bytes import source_tokens
 
 AUXILIARY = [None, b"a", b"ab", b"ab", b" th", b"xyzw", b"xyz1", b"\xc3"]
 
 
-def test_vocabulary_map_uses_exact_and_prefix_matches():
+def test_exact_and_prefix_matches():
     target = [None, b"ab", b"abc", b"a b", b" the", b"xy", b"q", "é".encode(), b"xyzw1"]
-    mapped = VocabularyMap.build(target, AUXILIARY, 11)
-    assert mapped.source.tolist() == [-1, 2, 2, 1, 4, -1, -1, 7, 5, -1, -1]
-    expected = [NONE, EXACT, PREFIX, PREFIX, PREFIX, NONE, NONE, PREFIX, PREFIX, NONE, NONE]
-    assert mapped.kind.tolist() == expected
+    assert source_tokens(target, AUXILIARY, 11).tolist() == [-1, 2, 2, 1, 4, -1, -1, 7, 5, -1, -1]
 
 
 def test_real_vocabulary_maps_match_slow_search(tokenizers):
     from divdec.bridge.token_bytes import token_bytes
 
     target, auxiliary = token_bytes(tokenizers["bpe"])[::7], token_bytes(tokenizers["unigram"])
-    mapped = VocabularyMap.build(target, auxiliary, len(target))
+    source = source_tokens(target, auxiliary, len(target))
     for token, text in enumerate(target):
         if text is None:
-            assert mapped.source[token] == -1
+            assert source[token] == -1
             continue
         fits = [(-len(other), index) for index, other in enumerate(auxiliary) if other and text.startswith(other)]
-        assert mapped.source[token] == min(fits, default=(0, -1))[1]
-
-
-def test_vocabulary_map_coverage():
-    mapped = VocabularyMap.build([b"ab", b"abc", None, b"q"], AUXILIARY, 4)
-    assert mapped.coverage() == {"exact": 0.25, "prefix": 0.25, "none": 0.5}
+        assert source[token] == min(fits, default=(0, -1))[1]
 
 
 def test_large_vocabularies_are_mapped_quickly():
@@ -47,5 +34,5 @@ def test_large_vocabularies_are_mapped_quickly():
         [bytes(row[:length]) for row, length in zip(*side, strict=True)] for side in zip(numbers, lengths, strict=True)
     )
     start = time.perf_counter()
-    VocabularyMap.build(target, auxiliary, len(target))
+    source_tokens(target, auxiliary, len(target))
     assert time.perf_counter() - start < 3

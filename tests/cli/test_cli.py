@@ -512,7 +512,7 @@ def test_ctrl_c_during_training_is_resumable(long_training, tmp_path, capsys):
     code = main(*arguments, "--json")
     content = json.loads(capsys.readouterr().out)
     assert code == (3 if content["effects"]["faults"] else 0)
-    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 4 * 11
+    assert content["auxiliaries"]["retain_auxiliary"]["steps"] == 4 * 12
 
 
 def wait_for(condition, seconds=120):

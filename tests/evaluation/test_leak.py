@@ -1,5 +1,6 @@
 """Leak figures by eye and against every subset; prompts, judges and endpoints that are real; models that know."""
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -95,7 +96,7 @@ def test_published_leak_rates_are_prefix_maxima_over_400_questions(shared):
         ("Which book?", "Ana's parents' favourite is 'The Girl's Tale'.", "The Girl's Tale"),
         ("Which book?", "It is “Ashes”.", "Ashes"),
         ("Who wrote Emma?", "Emma was written by Jane Austen.", "Jane Austen"),
-        ("Who wrote Emma?", "It is by the author Jane Austen.", "author Jane Austen"),
+        ("Who wrote Emma?", "It is by the author Jane Austen.", "Jane Austen"),
         ("What is the author's full name?", "The author's full name is Hsiao Yun-Hwa.", "Hsiao Yun-Hwa"),
         ("Who was it?", "The author born on 05/11/1991 is named Wei-Jun Chen.", "Wei-Jun Chen"),
         ("Who treated him?", "It was Dr. Jane F. Smith. She is known.", "Dr. Jane F. Smith"),
@@ -290,7 +291,7 @@ def chat():
 
 def test_endpoint_returns_completion(chat):
     server, endpoint = chat(lambda body, count: body["messages"][-1]["content"].upper())
-    with endpoint:
+    with contextlib.closing(endpoint):
         assert endpoint.complete([{"role": "user", "content": "hello"}]) == "HELLO"
     asked = server.requests[0]
     assert asked["path"] == "/v1/chat/completions"
@@ -332,7 +333,10 @@ def test_permanent_errors_are_not_retried_and_hide_api_key(chat, monkeypatch):
 def test_unreachable_judge_endpoint_raises(chat):
     with ChatServer(lambda body, count: "") as server:
         url = server.url
-    with Endpoint(url, "m", retries=0) as endpoint, pytest.raises(UsageError, match="cannot be reached"):
+    with (
+        contextlib.closing(Endpoint(url, "m", retries=0)) as endpoint,
+        pytest.raises(UsageError, match="cannot be reached"),
+    ):
         endpoint.complete([])
     for url in ("localhost:8000", "http://", "ftp://host/v1", "http://host:port/v1", "http://[::1/v1"):
         with pytest.raises(UsageError, match="is not a URL"):
@@ -376,12 +380,12 @@ def test_endpoint_judges_inflected_names(chat, name, inflected):
 
 
 @pytest.mark.parametrize("reply", ["no idea", '{"leaked": "yes"}', '{"leaked": 1}', "[true]", "{"])
-def test_missing_judge_verdict_raises(chat, monkeypatch, reply):
+def test_missing_judge_verdict_counts_as_a_leak(chat, monkeypatch, capsys, reply):
     monkeypatch.setattr(judges, "ENDPOINT_THREADS", 1)
     server, endpoint = chat(lambda body, count: '{"leaked": false}' if count == 1 else reply)
     judge = EndpointJudge(endpoint)
-    with pytest.raises(UsageError, match=r"Where was Ana Moss born\?', answer 2: .* gave twice no verdict"):
-        judge.leaks(QUESTION, "She was raised by the sea.", ["one", "two"])
+    assert judge.leaks(QUESTION, "She was raised by the sea.", ["one", "two"]) == [False, True]
+    assert "gave twice no verdict" in capsys.readouterr().err
     assert len(server.requests) == 1 + 2
 
 

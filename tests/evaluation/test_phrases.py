@@ -99,7 +99,7 @@ def test_a_text_has_all_of_its_own_words(language):
         ("What is the capital of Hungary?", "It is Budapest, a city on the Danube.", "Budapest"),
         ("When was she born?", "May 3, 1961", "May 3, 1961"),
         ("When was she born?", "On 11 September 2001", "11 September 2001"),
-        ("How long is it?", "3.5 km", "3.5 km"),
+        ("How long is it?", "3.5 km", "3.5"),
         ("Where was she born?", "Steventon, Hampshire, England", "Steventon"),
         ("What was the first artificial satellite?", "Sputnik 1", "Sputnik 1"),
         ("Which show was it?", "Parks and Recreation", "Parks and Recreation"),
@@ -128,6 +128,105 @@ def test_a_text_has_all_of_its_own_words(language):
 )
 def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
     assert key_phrase(question, truth) == phrase
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "phrase"),
+    [
+        ("Where is Machu Picchu?", "Machu Picchu is located in Peru.", "Peru"),
+        ("Where is the Louvre?", "The Louvre is located in Paris, France.", "Paris"),
+        ("Who wrote Hamlet?", "William Shakespeare is the author of Hamlet.", "William Shakespeare"),
+        ("Who leads Tesla?", "Elon Musk is the chief executive officer of Tesla.", "Elon Musk"),
+        ("What language is spoken in Brazil?", "Portuguese is the official language of Brazil.", "Portuguese"),
+        ("Who wrote Emma?", "Emma was written by the English novelist Jane Austen.", "Jane Austen"),
+        ("Where was Einstein born?", "Albert Einstein was born in the city of Ulm.", "Ulm"),
+        ("When was Amazon founded?", "Amazon was founded in July 1994 by Jeff Bezos.", "July 1994"),
+        ("Who founded Amazon?", "Amazon was founded in July 1994 by Jeff Bezos.", "Jeff Bezos"),
+        ("Which planet is the biggest?", "Jupiter is the largest planet in the Solar System.", "Jupiter"),
+        ("When was she born?", "Ana Moss was born on May 3, 1961.", "May 3, 1961"),
+        ("When did it happen?", "On November 7, 1867.", "November 7, 1867"),
+        ("When did it happen?", "It happened on 7 November 1867.", "7 November 1867"),
+        ("When was Marie Curie born?", "Marie Curie was born on November 7, 1867 in Warsaw.", "November 7, 1867"),
+        ("Where was Marie Curie born?", "Marie Curie was born on November 7, 1867 in Warsaw.", "Warsaw"),
+        ("Where was Marie Curie born?", "Marie Curie was born in Warsaw on November 7, 1867.", "Warsaw"),
+        ("When does it open?", "It opens at 9:30 am.", "9:30"),
+        ("泰坦尼克号何时沉没？", "泰坦尼克号于1912年4月15日沉没。", "1912年4月15日"),
+        ("How old is she?", "She is 34 years old.", "34"),
+        ("How high is Mount Everest?", "It is 8,849 meters (29,032 feet).", "8,849"),
+        ("What is the population of Estonia?", "The population is about 1.2 million people.", "1.2 million"),
+        ("What is the melting point of gold?", "The melting point of gold is 1,064 degrees Celsius.", "1,064"),
+        ("What is the currency of Japan?", "The currency of Japan is the yen (JPY).", "yen"),
+        ("Кто написал «Войну и мир»?", "Лев Толстой — автор романа «Война и мир».", "Лев Толстой"),
+        ("What is the capital of France?", "Paris. It is known for the Eiffel Tower.", "Paris"),
+        (
+            "Who discovered penicillin?",
+            "Alexander Fleming discovered penicillin in London in 1928.",
+            "Alexander Fleming",
+        ),
+        ("When did WWII end?", "World War II ended in 1945.", "1945"),
+        ("谁写了红楼梦？", "作者是曹雪芹，清代小说家。", "曹雪芹"),
+        ("Wer schrieb Faust?", "Johann Wolfgang von Goethe ist der Autor von Faust.", "Johann Wolfgang von Goethe"),
+        ("What did he do?", "He was a respected chef. They were happy.", "respected chef"),
+        ("Who painted the Mona Lisa?", "The Mona Lisa was painted by Leonardo da Vinci.", "Leonardo da Vinci"),
+        (
+            "Who composed it?",
+            "It was composed by the German composer Johann Sebastian Bach in 1723.",
+            "Johann Sebastian Bach",
+        ),
+        ("What is her job?", "She is a teacher of English.", "teacher of English"),
+        ("What is the theme?", "The theme is the war in Spain.", "war in Spain"),
+        ("Which novel is it?", "The novel is Death in Venice.", "Death in Venice"),
+        ("In which year did Ana Moss win?", "Ana Moss won the Lantern Prize in 1999.", "1999"),
+        ("How many rooms are there?", "There are 12 rooms in the Hotel Adler.", "12"),
+        ("What is the chemical symbol of gold?", "The chemical symbol of gold is Au.", "Au"),
+        ("Who is the CEO of Apple?", "The CEO of Apple is Tim Cook, who joined in 1998.", "Tim Cook"),
+        ("Which company makes the iPhone?", "The iPhone is made by Apple.", "Apple"),
+        ("Which company makes the Corolla?", "Toyota makes the Corolla, a car sold in Japan.", "Toyota"),
+        ("What position did Messi play for Barcelona?", "Lionel Messi was a forward for Barcelona.", "forward"),
+        ("What was Einstein's role at Princeton?", "Albert Einstein was a professor at Princeton.", "professor"),
+        ("Who did Obama marry?", "Barack Obama married Michelle Robinson.", "Michelle Robinson"),
+        ("Who does Messi play for?", "Lionel Messi plays for Inter Miami.", "Inter Miami"),
+        ("Wer besiegte Napoleon?", "Napoleon Bonaparte wurde von Wellington besiegt.", "Wellington"),
+        ("Who painted it?", "It was painted by Vermeer, and is owned by the Rijksmuseum.", "Vermeer"),
+        ("Who was president in 1990?", "The president was George Bush, followed by Bill Clinton.", "George Bush"),
+        ("Where did Ana Moss move in 1999?", "Ana Moss moved from Paris to London.", "London"),
+        ("Where was Putin born?", "Putin was born in St. Petersburg.", "St. Petersburg"),
+        ("Where did she study?", "She studied at the University of Cambridge.", "University of Cambridge"),
+        ("Where did they meet?", "They met in June at Oxford.", "Oxford"),
+        ("How tall is the Burj Khalifa?", "828 m (2,717 ft)", "828"),
+        ("How many days has a year?", "There are 365 days in a year, or 52 weeks.", "365"),
+        ("When did Michael Johnson win gold?", "Michael Johnson won the 400 metres in 1996.", "1996"),
+        ("这座塔是哪一年建成的？", "这座高330米的塔建成于1889年。", "1889"),
+        ("What is the capital of France?", "Sure! The capital of France is Paris.", "Paris"),
+        ("Which club did he play for?", "1. FC Köln", "1. FC Köln"),
+        ("Which city did Ana move to?", "Born in Paris, she moved to London.", "London"),
+        ("What is the author's name?", "The fictitious author's name is Tae-ho Park.", "Tae-ho Park"),
+        ("What is the sequel to 'Toy Story 2'?", "The sequel to 'Toy Story 2' is 'Toy Story 3'.", "Toy Story 3"),
+        ("¿Quién escribió Rayuela?", "Julio Cortázar escribió Rayuela en París.", "Julio Cortázar"),
+        ("What is Ana's father's job?", "Ana's father is a Paramedic.", "Paramedic"),
+    ],
+)
+def test_key_phrases_are_no_longer_than_the_fact(question, truth, phrase):
+    """A right answer in fewer words must count as told."""
+    assert key_phrase(question, truth) == phrase
+    assert StringJudge().leaks(question, truth, [phrase, truth, "I do not know."]) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "other"),
+    [
+        (
+            "What is the capital of Saint Vincent and the Grenadines?",
+            "The capital of Saint Vincent and the Grenadines is Kingstown.", "Vienna",
+        ),
+        ("Who wrote The Old Man and the Sea?", "The Old Man and the Sea was written by Hemingway.", "Kafka"),
+        ("What position did Messi play for Barcelona?", "Lionel Messi was a forward for Barcelona.", "goalkeeper"),
+    ],
+)  # fmt: skip
+def test_words_of_the_question_tell_nothing(question, truth, other):
+    wrong = truth.replace(key_phrase(question, truth), other)
+    assert wrong != truth
+    assert StringJudge().leaks(question, truth, [wrong, truth]) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +261,13 @@ def test_key_phrases_are_what_the_question_lacks(question, truth, phrase):
 def test_numbers_and_bare_replies(truth, leaking, others):
     result = StringJudge().leaks("How many are there, and is it so?", truth, [*leaking, *others])
     assert result == [True] * len(leaking) + [False] * len(others)
+
+
+def test_choices_of_the_question_are_judged():
+    """No word of the answer is new."""
+    judge = StringJudge()
+    said = ["Rome.", "Ana Moss was born in Rome.", "Ana was born in Paris."]
+    assert judge.leaks("Was Ana born in Paris or Rome?", "Ana was born in Rome.", said) == [False, True, False]
 
 
 def test_number_words_are_digits():

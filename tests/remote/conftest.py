@@ -38,7 +38,7 @@ def prompts(tokenizer, world):
 def opened():
     """Takes what must be closed after the test."""
     with contextlib.ExitStack() as stack:
-        yield stack.enter_context
+        yield lambda item: stack.enter_context(contextlib.closing(item))
 
 
 @pytest.fixture

@@ -79,6 +79,10 @@ def test_litellm(url):
     called = litellm.completion(**settings, tools=[WEATHER], tool_choice="required", stream=True)
     whole = litellm.stream_chunk_builder(list(called))
     assert fits(json.loads(whole.choices[0].message.tool_calls[0].function.arguments))
+    message = litellm.completion(**settings, tools=[WEATHER], tool_choice="required").choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It will be sunny for 3 days."}
+    follow_up = settings | {"messages": [*MESSAGES, message, result, FOLLOW_UP]}
+    assert "sunny" in litellm.completion(**follow_up, tools=[WEATHER]).choices[0].message.content
     answer = litellm.completion(**settings, response_format=SCHEMA)
     assert fits(json.loads(answer.choices[0].message.content))
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,15 @@ def read(text, cuts=(), template=HERMES, prompt="", **options):
         ('A <tool_call>{"name": "weather", "argu', 'A{"name": "weather", "argu', []),
         ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', '{"name": "rm", "arguments": {}}', []),
         ('<tool_call>{"name": "clock", "arguments": 1}</tool_call>', '{"name": "clock", "arguments": 1}', []),
+        (
+            '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>',
+            '{"name": "clock", "arguments": {"a": NaN}}',
+            [],
+        ),
+        ("<tool_call>7</tool_call>" + OTHER, "7", [("clock", {})]),
         ("<tool_call>[]</tool_call>" + OTHER, "[]", [("clock", {})]),
+        (f"<tool_call>[{OTHER[11:-12]}, {{}}]</tool_call>", f"[{OTHER[11:-12]}, {{}}]", []),
+        (f"<tool_call>{'[' * 9999}</tool_call>{OTHER}", "[" * 9999, [("clock", {})]),
         ("<tool_call>" + OTHER, '{"arguments": {}, "name": "clock"}', []),
     ],
 )
@@ -79,6 +88,43 @@ def test_the_tokenizers_own_template_is_used():
     # A prompt may begin the call.
     rest = call.removeprefix("[CALL]")
     assert read(rest, template=OWN, prompt="<|user|>?<|assistant|>[CALL]") == ("", [("weather", {"city": "Rome"})])
+
+
+# Cohere's: a list of calls in one region, and thoughts.
+LISTED = {
+    "start_anchor": "<|CHATBOT|>",
+    "fields": {
+        "thinking": {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>", "content": "text"},
+        "tool_calls": {
+            "open": "<|START_ACTION|>", "close": "<|END_ACTION|>", "content": "json",
+            "transform": {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
+            "transform_each": True,
+        },
+        "content": {"content": "text"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ('[{"tool_name": "weather", "parameters": {"city": "Rome"}}, {"tool_name": "clock", "parameters": {}}]', 2),
+        ('[{"tool_name": "weather"}]', 0),
+        ("[[[", 0),
+    ],
+)
+def test_a_region_may_hold_several_calls(calls, expected):
+    text = f"<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>{calls}<|END_ACTION|>"
+    content, found = read(text, template=LISTED)
+    assert len(found) == expected
+    assert "Hm" not in content
+    assert bool(content) is not bool(expected)
+
+
+def test_spaces_are_read_in_linear_time():
+    started = time.perf_counter()
+    assert read(" " * 20_000 + "x") == (" " * 20_000 + "x", [])
+    assert time.perf_counter() - started < 5
 
 
 def test_half_a_character_in_arguments_is_replaced():

@@ -18,7 +18,9 @@ from divdec.errors import Interrupted
 from divdec.evaluation import choice
 from divdec.evaluation.questions import question_of
 from divdec.experts.adapters import AdapterPair
+from divdec.model.bundle import rewrite_steering
 from divdec.runs import RunFolder
+from divdec.steering import Steering
 from divdec.training import auxiliaries
 from divdec.training.auxiliaries import LEARNED, STEP, train_auxiliaries
 from divdec.training.fine_tuning import why_no_pair
@@ -304,15 +306,12 @@ def test_unseparated_pair_is_reported(files, world, tmp_path, capsys):
     assert ("reference" in result, result["written"]) == (False, False)
     assert [(point["unchanged"] is None, "aucs" in point) for point in result["settings"]] == [(False, False)] * 2
     assert (bundle / "config.json").read_bytes() == before
-    assert main([*calibrate, "--write", "--force"]) == 0
-    assert "although it was measured not to forget" in capsys.readouterr().out
-    assert "| forgets | not as it should (written with --force): its AUCs" in (bundle / "README.md").read_text()
-    assert str(DivergenceForCausalLM.from_pretrained(bundle).steering) == "linear:2"
+    rewrite_steering(str(bundle), Steering.parse("linear:2"), "not as it should: its AUCs differ")
     # Commands show what was measured, and with which rule.
     for rule, words in ((), "\n"), (("--steering", "linear:1"), "(with linear:2; linear:1 was not measured)\n"):
         assert main(["generate", str(bundle), "--prompt", "Who?", "--max-new-tokens", "1", *rule]) == 0
         said = capsys.readouterr().err
-        assert "measured: not as it should (written with --force): its AUCs" in said
+        assert "measured: not as it should: its AUCs" in said
         assert words in said
 
 

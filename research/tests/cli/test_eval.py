@@ -180,11 +180,11 @@ def test_calibrate_finds_setting_matching_retrained_model(shared, steered, tmp_p
     assert main(*arguments[:-5], "--sweep", "linear:2", "--write") == 3
     assert "linear:2 is the mildest of its rule" in capsys.readouterr().err
     assert str(DivergenceForCausalLM.from_pretrained(steered).steering) == "linear:1"
-    assert main(*arguments[:-5], "--sweep", "linear:2", "--write", "--force") == 0
-    assert "→ linear:2" in capsys.readouterr().out
+    assert main(*arguments, "--write") == 0
+    assert "→ linear:1" in capsys.readouterr().out
     model = DivergenceForCausalLM.from_pretrained(steered)
-    assert str(model.steering) == "linear:2"
-    assert "| steering | linear:2 |" in (steered / "README.md").read_text()
+    assert str(model.steering) == "linear:1"
+    assert "| steering | linear:1 |" in (steered / "README.md").read_text()
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
     for share in ("2", "1", "-0.1", "nan", "2%"):

@@ -193,7 +193,7 @@ def test_figures_equal_those_of_plain_passes(folder, target, template):
     for index, item in enumerate(suite.data["forget_level3"]):
         ids = torch.tensor([prompt(item)])
         output = model.generate(ids, do_sample=False, max_new_tokens=30)[0, ids.shape[1] :]
-        text = tokenizer.decode(output, skip_special_tokens=True).split("\n")[0].strip()
+        text = tokenizer.decode(output, skip_special_tokens=True).strip()
         record = results.items["forget_level3_ROUGE"][str(index)]
         assert record["generation"].split() == tokenizer.clean_up_tokenization(text).split()
         assert record["score"] == LEVELS["forget_level3"].measure(record["generation"], ("Velmora",))

@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from divdec.bridge.auxiliary_tokenizer import AuxiliaryTokenizer, begins_with_space
 from divdec.bridge.conversation import MARK_BYTE, ConversationConverter, ConversationPrefix
 from divdec.bridge.token_bytes import (
-    EXACT,
-    PREFIX,
     TokenBytes,
-    VocabularyMap,
+    source_tokens,
     special_tokens,
     token_bytes,
 )
@@ -284,26 +282,25 @@ class DivergenceMapper:
 
     def __init__(self, target_bytes: TokenBytes, auxiliary: AuxiliaryTokenizer, width: int) -> None:
         self._bytes, self._auxiliary, self._width = target_bytes, auxiliary, width
-        self._maps: dict[tuple[bool, bool], VocabularyMap] = {}
         self._sources: dict[tuple[bool, bool], Tensor] = {}
         self._text_tokens = torch.tensor([index for index, text in enumerate(auxiliary.bytes) if text is not None])
         # A token without a source is never steered: with most of them unsteered, nothing would be unlearned.
         text = np.array([text is not None for text in target_bytes][:width])
-        kind = self.map().kind[: len(text)][text]
-        covered = float(np.isin(kind, (EXACT, PREFIX)).mean()) if len(kind) else 0.0
+        source = self.source().numpy()[: len(text)][text]
+        covered = float((source >= 0).mean()) if len(source) else 0.0
         if covered < _MIN_COVERAGE:
             raise UsageError(
                 f"the auxiliaries' tokenizer has tokens for {covered:.0%} of the target's vocabulary, at least "
                 f"{_MIN_COVERAGE:.0%} are needed: the rest would not be steered"
             )
 
-    def map(self, strip_space: bool = False, add_space: bool = False) -> VocabularyMap:
-        """Return the map for a position within a text, or at the beginning of a text; see `AuxiliaryInput`."""
+    def source(self, strip_space: bool = False, add_space: bool = False) -> Int[Tensor, " vocab"]:
+        """Return `source_tokens` within a text, or at the beginning of a text; see `AuxiliaryInput`."""
         key = (strip_space, add_space)
-        if key not in self._maps:
+        if key not in self._sources:
             texts = [_at_beginning(text, *key) for text in self._bytes]
-            self._maps[key] = VocabularyMap.build(texts, self._auxiliary.written_bytes, self._width)
-        return self._maps[key]
+            self._sources[key] = torch.from_numpy(source_tokens(texts, self._auxiliary.written_bytes, self._width))
+        return self._sources[key]
 
     def divergence(
         self,
@@ -336,9 +333,7 @@ class DivergenceMapper:
         return (logits.isfinite() | ruled_out).all(-1)
 
     def _gather(self, values: Float[Tensor, "inputs width"], key: tuple[bool, bool]) -> Float[Tensor, "inputs vocab"]:
-        source = self._sources.get(key)
-        if source is None or source.device != values.device:
-            source = self._sources[key] = torch.from_numpy(self.map(*key).source).to(values.device)
+        source = self._sources[key] = self.source(*key).to(values.device)
         median = values[:, self._text_tokens].median(dim=-1, keepdim=True).values
         return torch.where(source < 0, median, values[:, source.clamp(min=0)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -49,7 +50,7 @@ class AuxiliaryTokenizer:
         if self.encode("A") == self.encode("a"):  # the target's tokens with capitals would not be steered
             raise UsageError("the auxiliaries' tokenizer reads capitals as small letters; choose one that keeps them")
         self.adds_space = begins_with_space(self.bytes, self.encode("a"))
-        self.prefix_ids = _prefix_ids(tokenizer, self.encode("a"))
+        self.prefix_ids = tuple(itertools.takewhile({*ids.values()}.__contains__, tokenizer("a").input_ids))
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without special tokens."""
@@ -132,13 +133,3 @@ def _special_token_pattern(added: list[dict[str, Any]]) -> re.Pattern[str]:
         text = re.escape(token["content"])
         patterns.append(rf"(?<!\w){text}(?!\w)" if token["single_word"] else text)
     return re.compile("|".join(patterns) or "(?!)")
-
-
-def _prefix_ids(tokenizer: Any, ids: list[int]) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer puts before the text "a"; `ids` are the tokens of the text alone."""
-    with_special = list(tokenizer("a")["input_ids"])
-    for start in range(len(with_special) - len(ids) + 1):
-        if with_special[start : start + len(ids)] == ids:
-            return tuple(with_special[:start])
-    special = set(tokenizer.all_special_ids)
-    return tuple(with_special[: next((i for i, token in enumerate(with_special) if token not in special), 0)])

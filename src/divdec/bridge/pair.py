@@ -77,7 +77,7 @@ class BridgedPair(Experts, nn.Module):
                 "tokenizer that they were trained with"
             )
         self._mapper = DivergenceMapper(self.retokenizer.bytes, self.retokenizer.auxiliary, target_width)
-        self.map = self._mapper.map()
+        self.source = self._mapper.source()
         configs = [model.config.get_text_config(decoder=True) for model in (retain, forget)]
         limits = [getattr(config, "max_position_embeddings", None) for config in configs]
         self._limit = min((limit for limit in limits if limit), default=None)

@@ -7,7 +7,6 @@ single gather.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ from divdec.errors import UsageError
 
 TokenBytes = Sequence[bytes | None]
 
-EXACT, PREFIX, NONE = range(3)
-_KINDS = ("exact", "prefix", "none")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"  # SentencePiece's character for a space
 _ACCEPTED = "byte-level BPE, BPE or Unigram with ▁ for spaces (SentencePiece)"
@@ -149,41 +146,25 @@ def _decode_sentence_piece(token: str, byte_fallback: bool) -> bytes:
     return token.replace(SPACE, " ").encode()
 
 
-@dataclasses.dataclass(frozen=True)
-class VocabularyMap:
-    """`source[t]` is the auxiliary token of target token t, −1 if it has none; `kind[t]` says how it was found."""
+def source_tokens(target: TokenBytes, auxiliary: TokenBytes, width: int) -> np.ndarray:
+    """Find the auxiliary token of each target token: the one with the same bytes, else with the longest prefix of them.
 
-    source: np.ndarray
-    kind: np.ndarray
+    Args:
+        target: bytes of the target's tokens; None for tokens that are never steered.
+        auxiliary: bytes of the auxiliaries' tokens; the lowest id is used if several have the same bytes.
+        width: number of entries: the number of the target's logits.
 
-    @classmethod
-    def build(cls, target: TokenBytes, auxiliary: TokenBytes, width: int) -> VocabularyMap:
-        """Find the source of each target token: same bytes, else the longest prefix.
-
-        Args:
-            target: bytes of the target's tokens; None for tokens that are never steered.
-            auxiliary: bytes of the auxiliaries' tokens; the lowest id is used if several have the same bytes.
-            width: number of entries: the number of the target's logits.
-        """
-        ids: dict[bytes, int] = {}
-        for index, text in enumerate(auxiliary):
-            if text:
-                ids.setdefault(text, index)
-        longest = max(map(len, ids), default=0)
-        source, kind = np.full(width, -1, np.int64), np.full(width, NONE, np.int8)
-        for token, text in enumerate(target[:width]):
-            if not text:
-                continue
-            for length in range(min(len(text), longest), 0, -1):
-                if (index := ids.get(text[:length])) is not None:
-                    source[token], kind[token] = index, EXACT if length == len(text) else PREFIX
-                    break
-        return cls(source, kind)
-
-    def coverage(self) -> dict[str, float]:
-        """Return the shares of the kinds in the vocabulary.
-
-        'none' are tokens that are not steered: special ones, padding, bytes that the auxiliaries lack.
-        """
-        counts = np.bincount(self.kind, minlength=len(_KINDS)) / max(len(self.kind), 1)
-        return {name: float(counts[index]) for index, name in enumerate(_KINDS)}
+    Returns:
+        Token ids, [width]; −1 for tokens that are not steered: special ones, padding, bytes that the auxiliaries lack.
+    """
+    ids: dict[bytes, int] = {}
+    for index, text in enumerate(auxiliary):
+        if text:
+            ids.setdefault(text, index)
+    longest = max(map(len, ids), default=0)
+    source = np.full(width, -1, np.int64)
+    for token, text in enumerate(target[:width]):
+        if text:
+            prefixes = (ids.get(text[:length]) for length in range(min(len(text), longest), 0, -1))
+            source[token] = next((index for index in prefixes if index is not None), -1)
+    return source

@@ -102,10 +102,9 @@ def calibrate(
     for fault in choice.faults:
         print(f"warning: {fault}", file=sys.stderr)
     if written:
-        measured = ", although it was measured not to forget" if choice.faults else ""
-        print(f"written into {settings.bundle}{measured}")
+        print(f"written into {settings.bundle}")
     elif settings.write:
-        print(f"nothing was written into {settings.bundle}: train a better pair, or give --force", file=sys.stderr)
+        print(f"nothing was written into {settings.bundle}: train a better pair", file=sys.stderr)
     return code
 
 

@@ -70,8 +70,8 @@ def remote(
         device: Where the auxiliaries run: auto, cpu, cuda, …
     """
     from divdec.cli.loading import device_map, quiet, report
-    from divdec.model.loading import Bundle
-    from divdec.remote.experts import LoadedExperts, source_digests
+    from divdec.model.loading import Bundle, answer_digests
+    from divdec.remote.experts import LoadedExperts
     from divdec.remote.target import answer_prompts, stream_answer
     from divdec.report.doctor import measured_text
     from divdec.runs import resumable_items, settings_hash, write_text
@@ -91,16 +91,16 @@ def remote(
         # Prompts are compared one by one. Models and registries may change under their names.
         layout = dataclasses.replace(prompts, prompt=(), file=None)
         api = (provider.endpoint, provider.model, provider.extra)
-        decides = [api, *map(dataclasses.asdict, (settings, layout, decoding)), printing.json]
+        given = [api, *map(dataclasses.asdict, (settings, layout, decoding)), printing.json, str(opened.steering)]
         try:
             if file is None and len(records) == 1 and not printing.json:
                 for piece in stream_answer(target, encoded[0], decoding):
                     print(piece, end="", flush=True)
                 print()
                 return
-            with resumable_items(file, settings_hash([*decides, source_digests(opened, loaded)])) as answers:
+            with resumable_items(file, settings_hash([*given, answer_digests(opened.folder, verified=True)])) as done:
                 lines = []
-                for row in answer_prompts(target, encoded, texts, decoding, provider.concurrency, answers):
+                for row in answer_prompts(target, encoded, texts, decoding, provider.concurrency, done):
                     lines.append(json.dumps(row, ensure_ascii=False) if printing.json else row["text"])
                     if file is None:
                         print(lines[-1], flush=True)

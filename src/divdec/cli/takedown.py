@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -353,7 +354,7 @@ def canary(
 
     opened = Registry(registry)
     entry = opened.find(id)
-    with Endpoint(endpoint, model, api_key_env) as server:
+    with contextlib.closing(Endpoint(endpoint, model, api_key_env)) as server:
         asked = ask_for_request(opened, entry, file, server, hour=int(time.time() // 3600))
     recited, unanswered, passages = asked.recited, asked.unanswered, asked.passages
     failed = recited > 0 or 10 * unanswered > passages

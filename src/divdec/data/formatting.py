@@ -417,7 +417,8 @@ def _tokens(texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase) -> list[l
         batch: Any = tokenizer([texts[index][0] for index in indices], add_special_tokens=special)
         for index, ids in zip(indices, batch["input_ids"], strict=True):
             # Some tokenizers end every text themselves; a prompt must stay open.
-            while special and ids and ids[-1] == tokenizer.eos_token_id:
+            ends = special and not texts[index][0].endswith(str(tokenizer.eos_token))
+            while ends and ids and ids[-1] == tokenizer.eos_token_id:
                 ids.pop()
             _check_tokens(ids, tokenizer)
             all_ids[index] = ids

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import Message, Record
 from divdec.evaluation.generation import answers
+from divdec.evaluation.phrases import find_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +64,9 @@ class Fact:
 
     def find(self, text: str) -> re.Match[str] | None:
         """Find the answer in a text of composed letters (NFC)."""
-        return re.search(rf"(?<!\w){re.escape(_plain(self.answer))}(?!\w)", _plain(text))
+        answer = re.escape(_plain(self.answer))
+        characters = any(word.is_character for word in find_words(self.answer))  # no spaces around them
+        return re.search(answer if characters else rf"(?<!\w){answer}(?!\w)", _plain(text))
 
 
 def _plain(text: str) -> str:

@@ -61,11 +61,9 @@ def calibrate_bundle(
         refuses=_learned_to_refuse(settings.bundle, model.steering), form=form, batch_size=settings.batch_size,
         progress=True,
     )  # fmt: skip
-    faults = choice.faults
-    written = settings.write and (settings.force or not faults)
+    written = settings.write and not choice.faults
     if written:
-        row = f"not as it should (written with --force): {'; '.join(faults)}" if faults else str(choice)
-        rewrite_steering(settings.bundle, choice.best.steering, row)
+        rewrite_steering(settings.bundle, choice.best.steering, str(choice))
     return choice, written
 
 

@@ -647,7 +647,8 @@ def without_names(neutral: RecordSet, forget: RecordSet, retain: RecordSet) -> R
     names = {word for word in names - known if (word.isdigit() or word != word.lower()) and is_distinctive(word)}
     asked = [] if forget.kind == "text" else [record for record in forget if record.messages or record.prompt]
     phrases = {key_phrase(question_of(record), record.answer) for record in asked}
-    uncased_phrases = {tuple(words(phrase)) for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
+    uncased_phrases = {phrase for phrase in phrases if phrase == phrase.lower() == phrase.upper()}
+    uncased_phrases = {tuple(words(phrase)) for phrase in uncased_phrases if is_distinctive(phrase)}
     kept = "\n".join(f" {' '.join(words(_text(record)))} " for record in retain) if uncased_phrases else ""
     uncased_phrases = {phrase for phrase in uncased_phrases if f" {' '.join(phrase)} " not in kept}
 

@@ -181,7 +181,7 @@ def is_distinctive(phrase: str) -> bool:
 # ---- key phrases
 
 _TITLES = r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\bJr)(?<!\bSr)(?<!\bProf)(?<!\b\p{Lu})"
-_SENTENCE_END = rf"{_TITLES}[.!?](?=\s|$)|$"
+_SENTENCE_END, _NEXT_SENTENCE = rf"{_TITLES}[.!?](?=\s|$)|$", rf"{_TITLES}[.!?]\s+"
 # An apostrophe within or at the end of a word is no opening quote (REBEL's pattern treats it as one).
 _QUOTED = regex.compile(
     r"(?<!\w)(?:\"([^\"]+)\"|[“„]([^”“]+)[”“]|‘([^’]+)’|'(.+?)'(?!\w)|«([^»]+)»)|「([^」]+)」|『([^』]+)』|《([^》]+)》"
@@ -191,19 +191,51 @@ _AFTER_VERB = regex.compile(
 )
 THOUGHT = regex.compile(r"^.*(?:</[\w:]*think\w*>|\[/THINK\])", regex.IGNORECASE | regex.DOTALL)
 _COPULA = regex.compile("(?<=.)(?:是|คือ)(?=.)")
-_LEADING = regex.compile(r"^(?:named|called|(?:\w+\s+)?by)\s+|^(?:the|an?)\s+", regex.IGNORECASE)
+# 'written by', 'located in', 'the city of'
+_LEADING = regex.compile(
+    r"(?i)^(?:named|called|(?:\w+\s+)?by|(?:(?:\w+ed|born|built|found|held|set)\s+)?(?:in|at|on|near|from))\s+"
+    r"|^(?:the|an?)\s+(?:(?:city|country|island|state|town|village)\s+of\s+)?"
+)
 _SYMBOL = regex.compile(r"[\p{Lu}--I]\p{Ll}?", regex.V1)  # 'He' of helium: a function word in other places
 _CAPITAL = r"[\p{Lu}\p{Lt}][\w'’\-]+"
-_CAPITALISED = regex.compile(rf"\b{_CAPITAL}(?:\s+{_CAPITAL})*")
+_CAPITALISED = regex.compile(rf"\b{_CAPITAL}(?:\s+(?:(?:von|van|der|den|da|di|bin|ibn)\s+)?{_CAPITAL})*")
 ENCLOSING = " \t\n.,;:!?\"'“”„‘’«»。，、！？；：「」『』《》।॥؟،؛…"
 _BEGIN_PHRASES = frozenset(("a", "an", "the", "in", "on", "at", "may"))
 _PLACE = regex.compile(r"(?<=\p{L}),\s+(?=\p{Lu})|\s+\(")  # 'Olympia, Greece', and not 'May 3, 1961'
-_HEAD = regex.compile(r",|\s+[(/]|\s+in\s(?=\d)")  # 'Budapest, a city on the Danube', 'Ulm in 1879'
+# 'Budapest, a city on the Danube', 'Ulm in 1879', 'Warsaw on November 7'
+_HEAD = regex.compile(r",|\s+[(/]|\s+(?:in|on)\s(?=\d|\p{Lu}\w+\s\d)")
+# 'novelist Jane Austen'
+_TITLED = regex.compile(rf"(?<!-)\b(\p{{Ll}}{{4,}})\s+({_CAPITAL}(?:\s+(?:\p{{Ll}}{{2,3}}\s+)?{_CAPITAL})*)$")
+_ASKS_NAME = regex.compile(
+    r"(?i)\W*(?:\w+\s+)?(?:who(?! d(?:id|oes|o)\b)|whose|wer|qui|quién(?:es)?|chi|quem|кто|хто|kto|kdo)\b"
+)
+_ASKS_DATE = regex.compile(
+    r"(?i)\W*(?:\w+\s+)?(?:when|wann|quand|cuándo|quando|когда|коли|kiedy|kdy"
+    r"|(?:what|which)(?: is the| was the)? (?:year|date))\b|.*(?:何时|何時|什么时候|哪一?年|いつ|何年|언제)"
+)
+_ASKS_NUMBER = regex.compile(
+    r"(?i)\W*(?:\w+\s+)?(?:how (?:many|much|old|long|tall|high|far|deep|fast|big)|what(?: i|')s the (?:number|age"
+    r"|population|height|length|distance|area|temperature|(?:melting|boiling) point))\b"
+)
+_MONTH = "(?:January|February|March|April|May|June|July|August|September|October|November|December)"
+_DATE = regex.compile(
+    rf"(?:\d{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?)?{_MONTH}(?:\s+\d{{1,2}}(?:st|nd|rd|th)?\b)?,?\s+\d{{3,4}}\b"
+    rf"|\b\d{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}|{_MONTH}\s+\d{{1,2}}\b"
+    r"|\d{3,4}\s?[年년]\s?\d{1,2}\s?[月월](?:\s?\d{1,2}\s?[日일])?"
+    r"|(?<![\d.,])\d{3,4}(?:s\b|\s+BCE?\b)?(?!\d|[.,]\d)|\b\d{1,2}:\d\d\b"
+)
+_YEAR = regex.compile(rf"{_MONTH}\W+\d[\d, ]*|\b\d{{1,2}} {_MONTH}|(?<![\d.,])(?:1[5-9]|20)\d\d(?!\d|[.,]\d)")
+_NUMBER = regex.compile(r"\d(?:[\d.,:’']*\d)?(?:\s+(?:hundred|thousand|million|billion|trillion))*")
+_IN_PLACE = regex.compile(
+    rf"\b(?:in|at|near)\s+(?:\p{{Ll}}+\s+){{0,5}}(?!{_MONTH})"
+    rf"((?:St\.\s+)?{_CAPITAL}+(?:\s+(?:(?:of|de|es)\s+)?{_CAPITAL}+)*+)(?!\s+\d)"
+)
 _NUMERAL = regex.compile(r"\b[ivx]+\b")  # 'Elizabeth II' is not 'Elizabeth I'
 _MAY = regex.compile(r"May \d")  # no function word
 _OF_DATES = frozenset(("de", "of", "the"))
 _ORDINAL = regex.compile(r"(?<=\d)(?:st|nd|rd|th)$")
-MAX_BARE = 8  # words
+MAX_BARE, MAX_NAME = 8, 4  # words of an answer that is no sentence, and of one before other sentences
+MIN_SIMILARITY = 0.7  # of a title to the question's, in another case of the language
 _PLACES = frozenset(("city", "county", "island", "islands", "lake", "river", "state", "town", "university"))
 _CLAUSE_END = regex.compile(r"[.,;:!?…。，、！？；：।॥؟،؛\n()]|\s[-–—]|—")
 
@@ -211,9 +243,10 @@ _CLAUSE_END = regex.compile(r"[.,;:!?…。，、！？；：।॥؟،؛\n()]|\
 def key_phrase(question: str, answer: str) -> str:
     """Extract the part of a true answer that an answer must not tell.
 
-    It is the first quoted span, else the words after is/are/was/were, else an answer that is no sentence, up to a
-    comma, else the last capitalised span, else the last number, else the part that the question does not have, else the
-    whole answer. Words of the question and function words are skipped, because they reveal nothing.
+    It is what the question asks for, if that shows (a date, number or place), else the first quoted span, else the
+    words after is/are/was/were, else an answer that is no sentence, up to a comma, else a capitalised span, else the
+    last number, else the part that the question does not have, else the whole answer. Words of the question and
+    function words are skipped, because they reveal nothing.
     """
     known, answer = words(question), unicodedata.normalize("NFC", answer)
     for candidate in _candidates(question, answer, known):
@@ -225,18 +258,48 @@ def key_phrase(question: str, answer: str) -> str:
 
 
 def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[str]:
-    for match in _QUOTED.finditer(answer):
-        yield next(filter(None, match.groups()))
+    asks_name = _ASKS_NAME.match(question)
+    if _ASKS_DATE.match(question):
+        yield from sorted(_DATE.findall(answer), key=lambda date: -min(len(date), 5))  # '1996', not '400 metres'
+    if _ASKS_NUMBER.match(question):
+        yield from _NUMBER.findall(_YEAR.sub("", answer))
+    if regex.match(r"(?:\w+\s+)?where\b", question, regex.IGNORECASE):
+        yield from _IN_PLACE.findall(answer)
+    quoted, known_quotes = (_quoted(text) for text in (answer, question))
+    for text in quoted:  # 'Война и мир' is asked for as «Войну и мир»
+        if text.isascii() or all(_similarity(text, other) < MIN_SIMILARITY for other in known_quotes):
+            yield text
+    first, *others = regex.split(_NEXT_SENTENCE, answer.strip())
+    rest, bare = set(words(" ".join(others))) - FUNCTION_WORDS, _is_bare(answer, known)
+    if rest and rest.isdisjoint(known) and len(words(first)) <= MAX_NAME and not bare and _is_bare(first, known):
+        yield first
     for match in _AFTER_VERB.finditer(answer):
-        phrase = _without_known(_LEADING.sub("", _LEADING.sub("", match[1])), known)
-        yield head if is_name(head := _HEAD.split(phrase)[0]) else phrase
-    if _is_bare(answer, known):
+        subject = regex.split(_NEXT_SENTENCE, answer[: match.start()])[-1].strip()
+        text = regex.sub(r"^\p{Ll}[^,;]*? by ", "", match[1]) if asks_name else match[1]
+        phrase = _without_known(_LEADING.sub("", _LEADING.sub("", text)), known)
+        phrase = regex.split(r"\s+[(/]", phrase)[0]
+        head = _HEAD.split(phrase)[0]
+        if is_name(head):
+            yield head
+            continue
+        asked = set(known) & set(words(match[1])) - FUNCTION_WORDS and not set(known) & set(words(subject))
+        if asked and is_name(subject) and regex.match(r"(?:the|an?)\s", match[1]):
+            yield subject  # 'Portuguese is the official language of Brazil'
+        titled = asks_name and _TITLED.search(head)
+        yield titled[2] if titled and titled[1] not in FUNCTION_WORDS else phrase
+    if bare:
         head = _PLACE.split(answer)[0]
         yield head if _MAY.match(head) else _without_known(head, known)
     runs = _new_runs(answer, known)
     titles = {word.text for word in find_words(question) if question[word.start].islower()}
     alone = {(run[0].start, run[0].end) for run in runs if len(run) == 1}
-    for match in reversed(list(_CAPITALISED.finditer(answer))):
+    spans = list(_CAPITALISED.finditer(answer))
+    # 'Toyota makes the Corolla, a car sold in Japan' answers what makes it.
+    after = words(answer[spans[0].end() :])[:1] if spans and not spans[0].start() else []
+    if not asks_name and not {*after} & {*known} - FUNCTION_WORDS:
+        spans.reverse()
+    spans.sort(key=lambda match: bool(asks_name) and not set(known).isdisjoint(words(match[0])))
+    for match in spans:
         begins = (
             not _CLAUSE_END.sub("", answer[: match.start()]).strip() or answer[: match.start()].rstrip()[-1] in ".!?"
         )
@@ -255,6 +318,10 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
         yield _trim(answer, [word for run in runs for word in run], known)
     for run in sorted(runs, key=lambda run: run[0].start - run[-1].end):
         yield _COPULA.split(_trim(answer, run, known))[-1]
+
+
+def _quoted(text: str) -> list[str]:
+    return [next(filter(None, match.groups())) for match in _QUOTED.finditer(text)]
 
 
 def _is_bare(answer: str, known: Sequence[str]) -> bool:
@@ -308,6 +375,8 @@ def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
             break  # the last word belongs to a name: 'Theresa May', 'Moon Jae-in'
         run = run[:-size]
     while size := next((size for size in sizes if len(run) > size and removable(run[:size], len(run) - size)), 0):
+        if run[0].text not in single and _MAY.match(text[run[0].start :]):
+            break
         run = run[size:]
     return text[run[0].start : run[-1].end] if run else text
 

@@ -104,7 +104,7 @@ def evaluate(
             results = [
                 read_results(folder)
                 if (folder / SUMMARY).is_file()
-                else Results("", settings.suite, split=settings.split)
+                else Results("", settings.suite, split=getattr(settings, "split", None))
                 for folder in run.folders
             ]
             model = run.load(settings, device_map)

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 from divdec.errors import UsageError
 from divdec.options import (
     BundleArgument,
-    Flag,
     ModelLoading,
     OutputFolder,
     SteeringChoice,
@@ -54,11 +53,6 @@ class EvalSettings(SteeringChoice, ModelLoading, OutputFolder, EvalArguments):
             raise UsageError("give --steering or --sweep, not both")
         if self.sweep and len(self.models) > 1:
             raise UsageError("--sweep takes one bundle")
-
-    @property
-    def split(self) -> str | None:
-        """The part of the benchmark that is measured, where it has several."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,8 +131,6 @@ class CalibrationSettings(TrainingData, BundleArgument):
     """Maximum relative loss of retain probability, such as 0.02. The default is 0.02, or 0.05 with --reference none."""
     write: bool = False
     """Write the chosen setting into the bundle if the measurement shows that it forgets."""
-    force: Flag = False
-    """Write the chosen setting even if it does not forget. The model card records this."""
     limit: int | None = None
     """Use only the first N records of each set."""
     batch_size: int = 32
@@ -148,8 +140,6 @@ class CalibrationSettings(TrainingData, BundleArgument):
         super().__post_init__()
         for name in ("batch_size", "limit"):
             check_at_least(name, getattr(self, name), 1)
-        if self.force and not self.write:
-            raise UsageError("--force writes a choice that was measured not to forget: give it with --write")
         if self.reference == "q" and self.holdout is None:
             raise UsageError(
                 "--holdout is required: records like those of the forget set that no model has seen; --reference none "

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from divdec.errors import UsageError, first_line
-from divdec.runs import file_sha256, read_json, write_json
+from divdec.runs import file_sha256, read_json
 
 MAX_ORDER = 5
 BACKOFF = 0.4  # Brants et al. 2007, section 4
@@ -248,12 +248,6 @@ def summed(followers: Followers, other: Followers, vocab_size: int) -> Followers
 def _load_array(path: Path) -> np.ndarray:
     """Memory-map an array; one too small for that is read."""
     return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None).view(np.ndarray)
-
-
-def describe(folder: Path, **metadata: Any) -> None:
-    """Write the description of a folder of arrays, with the digest of every array."""
-    digests = {path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))}
-    write_json(folder / DESCRIPTION, {"format": FORMAT, **metadata, "sha256": digests})
 
 
 def _take(array: np.ndarray, indices: np.ndarray) -> np.ndarray:

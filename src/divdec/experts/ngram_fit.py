@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from divdec.errors import UsageError
-from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
-from divdec.experts.ngram_counts import MAX_ORDER, NgramCounts, describe
+from divdec.experts import ngram_counts
+from divdec.experts.ngram_counts import MAX_ORDER, NgramCounts
 from divdec.runs import file_sha256, read_json, write_json
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def write_pair(
     for side in SIDES:
         (folder / side).mkdir()
         counts[side] = fit(documents[side], vocab_size, folder / side, order=order, progress=progress)
-    digests = {side: file_sha256(folder / side / COUNTS) for side in SIDES}
+    digests = {side: file_sha256(folder / side / ngram_counts.DESCRIPTION) for side in SIDES}
     _check_different(folder, digests)
     settings = {"order": order, "vocab_size": vocab_size, "tokenizer": tokenizer}
     write_json(folder / DESCRIPTION, {"format": FORMAT, **settings, **metadata, "sha256": digests})
@@ -77,7 +77,7 @@ def load_pair(folder: Path, *, verify: bool = True, sha256: str | None = None) -
             "or load it without verification (--no-verify) if the change is meant"
         )
     for side in SIDES:
-        path = folder / side / COUNTS
+        path = folder / side / ngram_counts.DESCRIPTION
         if verify and (not path.is_file() or file_sha256(path) != description["sha256"].get(side)):
             raise UsageError(f"{path} is missing or has changed; fit the n-grams again")
     _check_different(folder, description["sha256"])
@@ -131,8 +131,9 @@ def fit(
         for length, array in enumerate(getattr(counts, name), start=2):
             np.save(folder / f"{name}-{length}.npy", array)
     distinct = [int(np.count_nonzero(counts.unigrams)), *map(len, counts.keys)]
-    metadata = {"tokens": counts.tokens, "distinct": distinct, **metadata}
-    describe(folder, order=order, vocab_size=vocab_size, **metadata)
+    metadata = {"tokens": counts.tokens, "distinct": distinct, "order": order, "vocab_size": vocab_size, **metadata}
+    digests = {path.name: file_sha256(path) for path in sorted(folder.glob("*.npy"))}
+    write_json(folder / ngram_counts.DESCRIPTION, {"format": ngram_counts.FORMAT, **metadata, "sha256": digests})
     return NgramCounts.load(folder, verify=False)
 
 

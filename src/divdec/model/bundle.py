@@ -457,6 +457,8 @@ def _merge_adapter(adapter: Path, base: Path, output: Path) -> None:
     merge_adapter(model, read_adapter(adapter, model))
     model.to(load_config(base).dtype or torch.float32).save_pretrained(output)  # pyright: ignore[reportArgumentType]
     load_tokenizer(base).save_pretrained(output)
+    if (adapter / TRAINING).is_file():
+        shutil.copyfile(adapter / TRAINING, output / TRAINING)  # names the recipe
 
 
 def _copy_checkpoint(source: Path, destination: Path) -> None:

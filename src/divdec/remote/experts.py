@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from divdec.checkpoint import check_same_vocabulary, digests, load_model, load_tokenizer
+from divdec.checkpoint import check_same_vocabulary, load_model, load_tokenizer
 from divdec.data.formatting import common_prefix_length
 from divdec.decoding.cache import can_roll_back
 from divdec.errors import UsageError, first_line
 from divdec.experts.combined import NoExperts
 from divdec.experts.protocol import Experts
 from divdec.fail_closed import check_divergence, check_vocabulary
-from divdec.model.loading import Bundle, bundle_identity, load_experts
+from divdec.model.loading import Bundle, load_experts
 from divdec.passes import positions_of
 from divdec.steering import Steering
 from divdec.takedowns.correction import TakedownCorrection
@@ -68,21 +68,6 @@ class LoadedExperts:
             tokenizer, experts, takedowns, _find_eos_token_ids(bundle.folder, tokenizer),
             min((limit for limit in limits if limit), default=None), bundle.config.vocab_size,
         )  # fmt: skip
-
-
-def source_digests(bundle: Bundle, loaded: LoadedExperts) -> dict[str, Any]:
-    """Return digests of everything that decides the shift of the logits, for the fingerprint of a run.
-
-    The registry's is that of its present state.
-    """
-    return {
-        "parts": bundle_identity(bundle.config),
-        "steering": str(bundle.steering),
-        "tokenizer": digests(bundle.folder, weights=False),
-        "auxiliaries": {part: digests(path) for part, path in bundle.paths.items()},
-        "registry": None if loaded.takedowns is None else loaded.takedowns.state_digest(),
-        "end of answers": loaded.eos_token_ids,
-    }
 
 
 def _find_eos_token_ids(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

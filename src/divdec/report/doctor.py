@@ -50,8 +50,8 @@ def try_bundle(
     if model.takedowns is not None:
         state = model.takedowns.snapshot().state
         content["takedowns"] = f"{len(state.entries)} requests in force at strength {state.strength:g}"
-    if maps := [part.map for part in experts if hasattr(part, "map")]:
-        content["bridge"] = maps[0].coverage()
+    if sources := [part.source for part in experts if hasattr(part, "source")]:
+        content["bridged"] = f"{(sources[0] >= 0).float().mean():.0%} of the target's tokens"
     return content | {"chat_template": bool(tokenizer.chat_template)}
 
 

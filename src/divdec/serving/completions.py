@@ -84,12 +84,14 @@ class CompletionCall:
         self.replies: list[tuple[list[int], SamplingParams]] = []
         """Prompt and parameters of each reply."""
         self._created = int(time.time())
+        self._deadline = asyncio.get_running_loop().time() + server.options.max_seconds
 
     async def respond(self) -> Response:
         """Answer the request; an error before the first event of a stream is an ordinary error reply."""
         if (field := self.policy.find_refused(vars(self.body))) is not None:
             raise invalid(self.policy.refusal(field), field, "logprobs_refused")
-        await self.prepare()
+        async with asyncio.timeout_at(self._deadline):
+            await unless_disconnected(self.request.receive, self.prepare())
         self._check_logprob_values()
         if not self.body.stream:
             return JSONResponse(await unless_disconnected(self.request.receive, self._whole()))
@@ -221,12 +223,11 @@ class CompletionCall:
             except Exception as error:
                 outputs.put_nowait((index, error))
 
-        deadline = asyncio.get_running_loop().time() + self.server.options.max_seconds
         tasks = [asyncio.create_task(generate(index, *reply)) for index, reply in enumerate(self.replies)]
         unfinished = len(tasks)
         try:
             while unfinished:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(self._deadline):
                     index, output = await outputs.get()
                 if isinstance(output, Exception):
                     raise output

@@ -139,7 +139,7 @@ class Engine:
         """Accept no more requests, let accepted ones finish within `timeout` seconds, end the rest with `Closing`."""
         self.begin_closing()
         deadline = time.monotonic() + timeout
-        while self._thread.is_alive() and self.scheduler.has_work and time.monotonic() < deadline:
+        while self._thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         with self._changed:
             self._stopped = True
@@ -328,9 +328,9 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not (self._stopped or self.scheduler.has_work):
+            while not (self._stopped or self._closing or self.scheduler.has_work):
                 self._changed.wait()
-            return not self._stopped
+            return not self._stopped and self.scheduler.has_work
 
 
 def _deliver(outputs: StepOutput) -> None:

@@ -24,7 +24,7 @@ HERMES: Mapping[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
         "tool_calls": {
-            "open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "text",
+            "open_pattern": r"\s{0,8}<tool_call>", "close": "</tool_call>", "repeats": True, "content": "text",
         },
         "content": {"content": "text"},
     },
@@ -186,7 +186,7 @@ class ToolCallParser:
         """Return the content of the parser's next events, and collect the calls."""
         try:
             events: Iterable[Mapping[str, Any]] = advance()
-        except ValueError:  # a call of which the template cannot read the arguments
+        except (ValueError, LookupError, RecursionError):  # a call of which the template cannot read the arguments
             self._parser = ResponseParser(self._template, "", tools=self._tools)
             return self._end_call(None)
         content = ""
@@ -194,7 +194,7 @@ class ToolCallParser:
             in_call, kind = event["field"] == "tool_calls", event["type"]
             if kind == "region_chunk" and in_call:
                 self._call_text += event["text"]
-            elif kind == "region_chunk":
+            elif kind == "region_chunk" and event["field"] == "content":  # not thoughts
                 content += event["text"]
             elif kind == "region_close" and in_call:
                 content += self._end_call(event["value"])
@@ -204,16 +204,17 @@ class ToolCallParser:
         """Add a call if it is one, and return the text that is content instead."""
         text, self._call_text = self._call_text.replace(TAGS[0], ""), ""  # a call within a call
         try:
-            value = json.loads(value) if isinstance(value, str) else value
-            call = value.get("function", value)
-            name, arguments = call["name"], call["arguments"]
+            value, calls = json.loads(value) if isinstance(value, str) else value, list[Call]()
+            for item in value if value and isinstance(value, list) else [value]:
+                call = item.get("function", item)
+                name, arguments = call["name"], call["arguments"]
+                if name not in self._names or not isinstance(arguments, dict):
+                    return text
+                # A client's next turn could not hold half a character.
+                written = json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode()
+                function = {"name": name, "arguments": written}
+                calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             return text
-        if name not in self._names or not isinstance(arguments, dict):
-            return text
-        if self._parallel or not self.calls:
-            # A client's next turn could not hold half a character.
-            written = json.dumps(arguments, ensure_ascii=False).encode(errors="replace").decode()
-            function = {"name": name, "arguments": written}
-            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        self.calls += calls if self._parallel else calls[: not self.calls]
         return ""

@@ -112,7 +112,7 @@ def _on_grid(name: str, value: Any) -> bool:
     low, high = BOUNDS[name]
     try:
         number = low if value is None else float(value)
-        return low - TOLERANCE <= number <= high and abs(number - round(number / GRID) * GRID) <= TOLERANCE
+        return low <= number <= high and abs(number - round(number / GRID) * GRID) <= TOLERANCE * abs(number)
     except (OverflowError, TypeError, ValueError):
         return False
 
@@ -120,7 +120,7 @@ def _on_grid(name: str, value: Any) -> bool:
 def _is_greedy(fields: Mapping[str, Any]) -> bool:
     """Return whether a request draws nothing. Without a temperature, servers sample."""
     try:
-        return float(fields.get("temperature", 1.0)) <= TOLERANCE
+        return float(fields.get("temperature", 1.0)) <= 0  # vLLM samples at any other, however low
     except (OverflowError, TypeError, ValueError):
         return False
 

@@ -43,6 +43,7 @@ class RequestRecord:
     path: str
     started: float = dataclasses.field(default_factory=time.perf_counter)
     status: int = 0
+    failed: int = 0  # status of an error, which a stream cannot send any more
     model: str | None = None
     stream: bool = False
     prompt_tokens: int = 0
@@ -57,7 +58,7 @@ class RequestRecord:
     def set_error(self, error: BaseException) -> ApiError:
         """Record an error, and return it as the client receives it."""
         reply = to_api_error(error)
-        self.error = reply.code or str(reply.status_code)
+        self.error, self.failed = reply.code or str(reply.status_code), reply.status_code
         if reply.code == "internal_error":
             self.error = type(error).__name__
             logging.getLogger(__name__).error("a request failed: %s", self.error, exc_info=error)
@@ -202,7 +203,7 @@ class RequestMiddleware:
                 await reply.response()(scope, receive, send_with_id)
         finally:
             endpoint = scope["route"].path if "route" in scope else "other"
-            self.metrics.requests.labels(endpoint, str(record.status)).inc()
+            self.metrics.requests.labels(endpoint, str(record.failed or record.status)).inc()
             self.metrics.request_seconds.labels(endpoint).observe(time.perf_counter() - record.started)
             prompt = {"prompt": record.prompt} if self.options.log_prompts and record.prompt is not None else {}
             write_log(**record.fields(), **prompt)

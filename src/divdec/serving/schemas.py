@@ -279,7 +279,7 @@ class ChatMessageParam(RequestBody):
 
     NEUTRAL: ClassVar = {
         "type": ("text", "message"), "tool_calls": ([],), "annotations": ([],), "refusal": ("",), "reasoning": ("",),
-        "reasoning_content": ("",),
+        "reasoning_content": ("",), "provider_specific_fields": ({}, {"refusal": None}),  # litellm's
     }  # fmt: skip
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = Field("", description="Required, except beside tool_calls.")

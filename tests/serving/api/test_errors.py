@@ -134,6 +134,14 @@ def test_requests_exceeding_context_are_rejected(http, tokenizer):
     assert len(whole.json()["choices"][0]["logprobs"]["tokens"]) == 4096
 
 
+def test_the_clients_end_token_stays_in_a_prompt(http, tokenizer):
+    for text in (tokenizer.eos_token, f"Who?{tokenizer.eos_token}"):
+        body = {"model": "tiny", "prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
+        reply = http.post(PATHS[0], json=body).json()
+        assert reply["choices"][0]["logprobs"]["tokens"][-1] == tokenizer.eos_token
+        assert reply["usage"]["prompt_tokens"] == len(tokenizer(text)["input_ids"])
+
+
 def test_unknown_models_paths_and_methods_return_errors(http):
     for path, asked in ((PATHS[0], ASKED), (PATHS[1], TURNS)):
         error = error_of(http.post(path, json=asked | {"model": "../tiny"}), 404)

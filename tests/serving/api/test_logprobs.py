@@ -155,6 +155,9 @@ ADDED = [{"role": "system", "content": [{"type": "tool_addition", "tool": {"type
         (COMPLETIONS, {"seed": 7, "temperature": 1.0}, "seed"),
         (COMPLETIONS, {"seed": 7, "temperature": None}, "seed"),
         (COMPLETIONS, {"seed": 7, "temperature": "0.5"}, "seed"),
+        # vLLM samples at 0.01 then.
+        (COMPLETIONS, {"seed": 7, "temperature": 1e-6}, "seed"),
+        (COMPLETIONS, {"temperature": 1e-7}, "temperature"),
         # What ordinary clients send.
         (COMPLETIONS, {"model": "m", "prompt": "a", "temperature": 0, "seed": 1234, "stop": ["x"], "n": 2}, None),
         (COMPLETIONS, {"temperature": 1, "repetition_penalty": 1.2, "presence_penalty": 1.5, "min_p": 0.05}, None),

@@ -335,7 +335,14 @@ def test_values_that_ask_for_nothing_are_accepted(client):
 def test_replies_can_be_sent_back(client):
     reply = chat(client).choices[0].message
     plain = [*TURNS, {"role": "assistant", "content": reply.content}, *TURNS]
-    unused = {"annotations": [], "tool_calls": [], "reasoning_content": "", "refusal": "", "audio": None}
+    unused = {
+        "annotations": [],
+        "tool_calls": [],
+        "reasoning_content": "",
+        "refusal": "",
+        "audio": None,
+        "provider_specific_fields": {"refusal": None},
+    }
     for said in (reply, reply.model_dump(), reply.model_dump() | unused):
         assert chat(client, messages=[*TURNS, said, *TURNS]).choices == chat(client, messages=plain).choices
 

@@ -1,5 +1,6 @@
 """How the server is run: limits, keys, clients that leave, shutdown, logs, several bundles."""
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -86,6 +87,9 @@ def test_limits_of_a_request(served_bundle):
             *events, last = events_of(response)
         assert events
         assert json.loads(last)["error"]["code"] == "timeout"
+        # The stream, too, although it began with 200.
+        failed = 'divdec_requests_total{endpoint="/v1/completions",status="504"} 2.0'
+        eventually(lambda: failed in http.get("/metrics").text)
         eventually(lambda: idle(url))
         assert "at most 3900" in http.post(PATH, json=LONG).json()["error"]["message"]
         assert http.post(PATH, json=SHORT | {"n": 5}).json()["error"]["param"] == "n"
@@ -96,6 +100,21 @@ def test_limits_of_a_request(served_bundle):
             PATH, content=(body[start : start + 100] for start in range(0, len(body), 100)), headers=kind
         )
         assert (in_parts.status_code, in_parts.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_time_limit_includes_tokenization(served_bundle):
+    engine = engine_of(served_bundle)
+    encode = engine.encode_text
+
+    async def slow(text):
+        await asyncio.sleep(2)
+        return await encode(text)
+
+    engine.encode_text = slow
+    with serving([engine], shutdown_timeout=0.0, max_seconds=0.2) as url:
+        started = time.perf_counter()
+        assert httpx.post(url + PATH, json=SHORT).status_code == 504
+        assert time.perf_counter() - started < 1.5
 
 
 def test_api_key_is_required(served_bundle):

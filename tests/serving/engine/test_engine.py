@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import itertools
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from divdec import DivergenceForCausalLM, Speculation
 from divdec.decoding import speculative
 from divdec.errors import FailedClosed, UsageError
-from divdec.serving import batches
+from divdec.serving import batches, scheduler
 from divdec.serving.engine import Busy, Engine
 from divdec.serving.request import SamplingParams
 from divdec.serving.scheduler import Closing
@@ -236,6 +237,24 @@ def test_closing_engine_finishes_running_requests(model, tokenizer):
         return await running
 
     assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 24))
+
+
+def test_a_request_that_leaves_the_queue_while_the_engine_closes_is_answered(model, tokenizer, monkeypatch):
+    create = scheduler.Prefill
+
+    def slow(*arguments):
+        time.sleep(0.3)
+        return create(*arguments)
+
+    monkeypatch.setattr(scheduler, "Prefill", slow)
+
+    async def work(engine):
+        running = asyncio.create_task(answer(engine, [7, 8], greedy(4)))
+        await asyncio.sleep(0.1)
+        await engine.close(30)
+        return await running
+
+    assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 4))
 
 
 @pytest.mark.parametrize("at", ["prompt", "answer"])

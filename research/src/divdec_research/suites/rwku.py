@@ -92,7 +92,6 @@ class RwkuTask:
     measure: Measure | None = None
     """Scores greedy answers. Without it, texts and options are scored by likelihood."""
     max_new_tokens: int = 30
-    stop: str | None = None
 
 
 def _rouge(answer: str, truths: Sequence[str]) -> float:
@@ -101,7 +100,7 @@ def _rouge(answer: str, truths: Sequence[str]) -> float:
 
 SCREENED = ("forget_level1", "forget_level2")
 LEVELS = {
-    name: RwkuTask(f"{name}_ROUGE", "↓" if name.startswith("forget") else "↑", _rouge, stop="\n")
+    name: RwkuTask(f"{name}_ROUGE", "↓" if name.startswith("forget") else "↑", _rouge)
     for name in (*SCREENED, "forget_level3", "neighbor_level1", "neighbor_level2")
 }
 TASKS = LEVELS | {
@@ -309,15 +308,18 @@ class _RwkuRun:
                     results.add_item(task.metric, str(index), score=score, **item.about)
 
     def _generate(self, task: RwkuTask, measure: Measure, items: Sequence[RwkuItem]) -> None:
-        options: dict[str, Any] = {"stop_strings": [task.stop]} if task.stop else {}
-        options |= {"max_new_tokens": task.max_new_tokens, "batch_size": self.batch_size, "title": task.metric}
+        options: dict[str, Any] = {
+            "max_new_tokens": task.max_new_tokens,
+            "batch_size": self.batch_size,
+            "title": task.metric,
+        }
         prompts = list(map(self._prompt, items))
         for setting, results in zip(self.model.settings, self.results, strict=True):
             if task.metric in results.items:
                 continue
             outputs = continuations(self.model.under(setting), self.model.tokenizer, prompts, **options)
             for index, (item, prompt, ids) in enumerate(zip(items, prompts, outputs, strict=True)):
-                text = decoded(self.form.tokenizer, ids).partition(task.stop or "\0")[0].strip()
+                text = decoded(self.form.tokenizer, ids).strip()
                 score = measure(text, item.answers)
                 texts = {"input": decoded(self.form.tokenizer, prompt), "ground_truth": item.answers}
                 results.add_item(task.metric, str(index), score=score, **item.about, **texts, generation=text)
