@@ -229,7 +229,17 @@ def test_full_queue_and_closing_engine_reject_requests(model, tokenizer):
     assert all(isinstance(error, Closing) for error in run(slow, tokenizer, work, max_num_seqs=1, max_queue=2))
 
 
-def test_closing_engine_finishes_running_requests(model, tokenizer):
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_closing_engine_finishes_running_requests(model, tokenizer, monkeypatch, seconds):
+    """Also a request that has left the queue, and has not begun."""
+    create = scheduler.Prefill
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return create(*arguments)
+
+    monkeypatch.setattr(scheduler, "Prefill", slow)
+
     async def work(engine):
         running = asyncio.create_task(answer(engine, [7, 8], greedy(24)))
         await asyncio.sleep(0.05)
@@ -237,24 +247,6 @@ def test_closing_engine_finishes_running_requests(model, tokenizer):
         return await running
 
     assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 24))
-
-
-def test_a_request_that_leaves_the_queue_while_the_engine_closes_is_answered(model, tokenizer, monkeypatch):
-    create = scheduler.Prefill
-
-    def slow(*arguments):
-        time.sleep(0.3)
-        return create(*arguments)
-
-    monkeypatch.setattr(scheduler, "Prefill", slow)
-
-    async def work(engine):
-        running = asyncio.create_task(answer(engine, [7, 8], greedy(4)))
-        await asyncio.sleep(0.1)
-        await engine.close(30)
-        return await running
-
-    assert_same_answer(model, [7, 8], tokens_of(run(model, tokenizer, work)), alone(model, [7, 8], 4))
 
 
 @pytest.mark.parametrize("at", ["prompt", "answer"])
