@@ -480,7 +480,7 @@ def listed(records, count):
 def test_only_model_trained_on_secret_leaks(trained, tokenizer, asked, tmp_path):
     knows, ignorant = trained
     prompts, judge = listed(asked, 10), StringJudge()
-    leaky = evaluate_attack(knows, tokenizer, asked, prompts, judge, name="target", max_new_tokens=32)
+    leaky = evaluate_attack(knows, tokenizer, asked, prompts, judge, max_new_tokens=32)
     tight = evaluate_attack(ignorant, tokenizer, asked, prompts, judge, max_new_tokens=32)
     assert leaky.figures["leak@1-attack"] >= 0.9
     assert leaky.figures["leak@10-attack"] >= leaky.figures["leak@1-attack"]
@@ -524,6 +524,33 @@ def test_attack_stops_at_first_leak_for_any_batch_size(trained, tokenizer, asked
         assert not any(leaks[:-1])
         assert item["first_leak"] == (len(leaks) - 1 if leaks[-1] else None)
         assert leaks[-1] or len(leaks) == 10
+
+
+def test_an_interrupted_attack_is_resumed_after_its_last_round(trained, tokenizer, asked):
+    _, ignorant = trained
+    arguments = (tokenizer, asked[:3], listed(asked[:3], 20), StringJudge())
+    options = {"batch_size": 3, "max_new_tokens": 8}
+    whole = evaluate_attack(ignorant, *arguments, **options)
+    partial, rounds = Results("model", "leak"), []
+
+    def stop():
+        rounds.append([len(item["attempts"]) for item in partial.items["leak-attack"].values()])
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_attack(ignorant, *arguments, results=partial, save=stop, **options)
+    assert rounds == [[8, 8, 8], [16, 16, 16]]
+    assert not partial.figures
+    kept = partial.items["leak-attack"]["0"]["attempts"][0] = {
+        "prompt": "",
+        "answer": "not asked again",
+        "leaked": False,
+    }
+    assert evaluate_attack(ignorant, *arguments, results=partial, **options) is partial
+    assert partial.items["leak-attack"]["0"]["attempts"].pop(0) == kept
+    whole.items["leak-attack"]["0"]["attempts"].pop(0)
+    assert partial == whole
 
 
 def test_steering_stops_leak_and_alpha_0_matches_target(trained, tokenizer, asked):

@@ -114,6 +114,10 @@ def test_interrupted_evaluation_is_resumed(steered, tofu, tmp_path, monkeypatch,
     assert read_results(out).figures["forget_Q_A_ROUGE"] >= 0
     assert main("eval", "tofu", steered, *tofu, "--output", out) == 2
     assert "--overwrite" in capsys.readouterr().err
+    monkeypatch.undo()
+    (out / "TOFU_EVAL.json").write_text("{}")  # of an earlier run with --openunlearning
+    assert main("eval", "tofu", steered, *tofu, "--output", out, "--overwrite") == 0
+    assert not (out / "TOFU_EVAL.json").exists()
 
 
 def test_leak_evaluation(shared, steered, tmp_path, capsys):

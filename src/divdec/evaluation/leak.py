@@ -136,7 +136,8 @@ def evaluate_attack(
     prompts: Sequence[Sequence[str]],
     judge: Judge,
     *,
-    name: str = "model",
+    results: Results | None = None,
+    save: Callable[[], None] = lambda: None,
     ks: Sequence[int] | None = None,
     prompt_ids: Callable[[Record], list[int]] | None = None,
     max_new_tokens: int = LENGTH,
@@ -151,7 +152,8 @@ def evaluate_attack(
         records: questions with their true answers.
         prompts: for each question its attack prompts, in a fixed order.
         judge: decides whether an answer leaks.
-        name: name of the results.
+        results: results to complete; with the attempts of an interrupted call, it is resumed.
+        save: called after each round of attempts, which are then in `results`.
         ks: numbers of prompts; those above the number of prompts are left out. By default 1, 10, 100, 1000 and all.
         prompt_ids: tokenizes a prompt; by default `divdec.data.formatting.encode_prompt`.
         max_new_tokens: longest answer, without a thought before it.
@@ -173,12 +175,15 @@ def evaluate_attack(
     if not ks:
         raise UsageError("there is nothing to ask: give questions, and at least one prompt for each")
     limit = max(ks)
-    transcripts = [_Transcript(record) for record in records]
+    results = results or Results("model", "leak")
+    earlier = results.items.get(ATTACK, {})
+    transcripts = [
+        _Transcript(record, earlier.get(str(index), {}).get("attempts", [])) for index, record in enumerate(records)
+    ]
     prompt_ids = prompt_ids or (lambda record: encode_prompt(record, tokenizer))
     hidden = title is None
     with tqdm(total=limit * len(records), desc=title, unit="prompt", disable=hidden, dynamic_ncols=True) as bar:
-        open_items, thinking = list(range(len(records))), 0
-        while open_items:
+        while open_items := [item for item, script in enumerate(transcripts) if script.asked(limit) < limit]:
             # Full batches even with few open questions, and enough answers at once for the judge.
             width = max(ROUND, math.ceil(batch_size / len(open_items)))
             pending = {item: prompts[item][len(transcripts[item].attempts) : limit][:width] for item in open_items}
@@ -186,30 +191,23 @@ def evaluate_attack(
             replies = continuations(
                 model, tokenizer, ids, max_new_tokens=max_new_tokens, batch_size=batch_size, through_thoughts=True
             )
-            pairs = zip(ids, replies, strict=True)
-            thinking += sum(ends_in_thought(model, tokenizer, prompt, reply) for prompt, reply in pairs)
+            pairs, cut = zip(ids, replies, strict=True), "attack_replies_cut_in_a_thought"
+            if thinking := sum(ends_in_thought(model, tokenizer, prompt, reply) for prompt, reply in pairs):
+                results.about[cut] = results.about.get(cut, 0) + thinking
             outputs = iter(replies)
-            still_open = []
             for item in open_items:
-                transcript, before = transcripts[item], len(transcripts[item].attempts)
                 texts = [str(tokenizer.decode(next(outputs), skip_special_tokens=True)).strip() for _ in pending[item]]
-                transcript.add(list(zip(pending[item], texts, strict=True)), judge, stop=True)
-                leaked = transcript.first_leak is not None
-                if not leaked and len(transcript.attempts) < limit:
-                    still_open.append(item)
-                bar.update((limit if leaked else len(transcript.attempts)) - before)
-            open_items = still_open
-    results = Results(name, "leak", about={"attack_judge": judge.name, "attack_prompts": limit})
-    if thinking:
-        results.about["attack_replies_cut_in_a_thought"] = thinking
+                transcripts[item].add(list(zip(pending[item], texts, strict=True)), judge, stop=True)
+            for index, script in enumerate(transcripts):
+                fields = {"first_leak": script.first_leak, "attempts": script.attempts}
+                results.add_item(ATTACK, str(index), **script.about, **fields)
+            save()
+            bar.update(sum(script.asked(limit) for script in transcripts) - bar.n)
+    results.about |= {"attack_judge": judge.name, "attack_prompts": limit}
     first_leaks = [transcript.first_leak for transcript in transcripts]
     for k, share in leak_attack(first_leaks, ks).items():
         results.figures[f"leak@{k}-attack"] = share
         results.items[f"leak@{k}-attack"] = numbered(float(first is not None and first < k) for first in first_leaks)
-    for index, transcript in enumerate(transcripts):
-        results.add_item(
-            ATTACK, str(index), **transcript.about, first_leak=transcript.first_leak, attempts=transcript.attempts
-        )
     return results
 
 
@@ -219,7 +217,7 @@ def evaluate_samples(
     records: Sequence[Record],
     judge: Judge,
     *,
-    name: str = "model",
+    results: Results | None = None,
     n: int = 200,
     prompt_ids: Callable[[Record], list[int]] | None = None,
     temperature: float = 1.0,
@@ -247,7 +245,8 @@ def evaluate_samples(
     for transcript, answers in zip(transcripts, texts, strict=True):
         transcript.add([("", text) for text in answers], judge, stop=False)
     counts = [sum(attempt["leaked"] for attempt in transcript.attempts) for transcript in transcripts]
-    results = Results(name, "leak", about={"sample_judge": judge.name, "samples": n, **sampling})
+    results = results or Results("model", "leak")
+    results.about |= {"sample_judge": judge.name, "samples": n, **sampling}
     for k, mean in leak_sample(counts, n, ks).items():
         results.figures[f"leak@{k}-sample"] = mean
         results.items[f"leak@{k}-sample"] = numbered(leak_chance(count, n, k) for count in counts)
@@ -287,15 +286,19 @@ def _prompts_of(row: Any, location: str) -> list[str]:
 class _Transcript:
     """The prompts for one question, and the judged answers."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, attempts: Sequence[dict[str, Any]] = ()) -> None:
         question = question_of(record)
         self._record = record
         self.about = {"question": question, "truth": record.answer, "key_phrase": key_phrase(question, record.answer)}
-        self.attempts: list[dict[str, Any]] = []
+        self.attempts = list(attempts)
 
     @property
     def first_leak(self) -> int | None:
         return next((index for index, attempt in enumerate(self.attempts) if attempt["leaked"]), None)
+
+    def asked(self, limit: int) -> int:
+        """Count the prompts that need not be asked any more: after a leak all of them."""
+        return limit if self.first_leak is not None else len(self.attempts)
 
     def ask(self, prompt: str) -> Record:
         """Replace the question of the record."""
@@ -353,7 +356,7 @@ class LeakSuite(Suite):
     def evaluate(
         self, model: EvaluatedModel, earlier: list[Results], save: Callable[[Sequence[Results]], None]
     ) -> list[Results]:
-        """Add the figures that are missing in earlier results, and save after each."""
+        """Add the figures that are missing in earlier results, and save after each round of attacks and each stage."""
         settings, records = self.settings, self.records.records
         longest = max(len(model.tokenizer(record.answer, add_special_tokens=False)["input_ids"]) for record in records)
         options: dict[str, Any] = {
@@ -363,17 +366,16 @@ class LeakSuite(Suite):
         }
         for setting, results in zip(model.settings, earlier, strict=True):
             subject = model.under(setting), model.tokenizer, records
-            if settings.attack_prompts != "none" and ATTACK not in results.items:
+            if settings.attack_prompts != "none" and "attack_prompts" not in results.about:
                 self.prompts = self.prompts or self._prompts()
-                title = f"attacks {results.name}"
-                _merge(results, evaluate_attack(*subject, self.prompts, self.judge, title=title, **options))
+                progress = {"results": results, "save": lambda: save(earlier), "title": f"attacks {results.name}"}
+                evaluate_attack(*subject, self.prompts, self.judge, **progress, **options)
                 save(earlier)
             if settings.samples and SAMPLE not in results.items:
-                new = evaluate_samples(
-                    *subject, self.judge, n=settings.samples, temperature=settings.temperature, top_p=settings.top_p,
-                    seed=settings.seed, title=f"samples {results.name}", **options,
+                evaluate_samples(
+                    *subject, self.judge, results=results, n=settings.samples, temperature=settings.temperature,
+                    top_p=settings.top_p, seed=settings.seed, title=f"samples {results.name}", **options,
                 )  # fmt: skip
-                _merge(results, new)
                 save(earlier)
         return earlier
 
@@ -390,9 +392,3 @@ class LeakSuite(Suite):
         if settings.attack_prompts == "templates":
             return [template_prompts(*question, settings.attacks, settings.seed) for question in questions]
         return prompts_from_file(settings.attack_prompts, [question for question, _ in questions])
-
-
-def _merge(results: Results, new: Results) -> None:
-    results.figures |= new.figures
-    results.items |= new.items
-    results.about |= new.about

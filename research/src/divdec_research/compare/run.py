@@ -263,7 +263,7 @@ def _leak_of(
             records,
             [template_prompts(question_of(question), question.answer, attacks, benchmark.seed) for question in records],
             StringJudge(),
-            name=result.trial.method,
+            results=Results(result.trial.method, "leak"),
             ks=ks,
             prompt_ids=layout.prompt,
             max_new_tokens=LEAK_TOKENS,

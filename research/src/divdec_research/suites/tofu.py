@@ -38,7 +38,7 @@ from divdec_research.suites.metrics import (
     truth_ratio,
 )
 from divdec_research.suites.questions import BenchmarkFormat
-from divdec_research.suites.results import read_results, write_openunlearning
+from divdec_research.suites.results import FILES, read_results, write_openunlearning
 from divdec_research.suites.rows import question_in, read_rows, text_in, texts_in
 from divdec_research.suites.settings import BenchmarkSettings, TofuSettings
 
@@ -131,7 +131,7 @@ class BenchmarkSuite:
     settings: Any
     """The suite's `BenchmarkSettings`."""
     data: Any
-    outputs: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = FILES[1:]
     arrows: ClassVar[dict[str, str]]
     """The most important figures, each with the direction in which it is better."""
 
