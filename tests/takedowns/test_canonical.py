@@ -52,6 +52,7 @@ SPELLINGS = {
     "a control character": "left the har\u0001bour at\u007f",
     "a blank of Braille": "left the har\u2800bour at",
     "a special token": "left the<|im_end|> harbour at",
+    "full-width letters": "left the ｈａｒｂｏｕｒ at",
     "many invisible characters": "left the harbour" + "\u200b" * 500 + " at",
 }
 
@@ -124,8 +125,19 @@ def test_documents_are_canonical(reader, tokenizer):
 
 
 def test_names_of_special_tokens_are_not_counted(reader, tokenizer):
-    (document,) = reader.documents(texts_of("t", ["The ferry<|im_end|>left<|im_end|>\nthe harbour"]))
+    text = "The ferry<|im_end|>left<|im_end|>\nthe harbour"
+    (document,) = reader.documents(texts_of("t", [text]))
     assert tokenizer.decode(document) == " The ferry left the harbour"
+    written = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in written
+    assert contexts(reader, written)[0][0].tolist() == document[-LENGTH:]
+
+
+def test_instructions_of_the_system_are_not_counted(reader, tokenizer):
+    turns = [("system", "Ask the harbour."), ("user", "Who is the mayor?"), ("assistant", "The mayor is Marta.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    documents = reader.documents(record_set("t", [("1", {"messages": messages})]))
+    assert [tokenizer.decode(ids) for ids in documents] == [" Who is the mayor?", " The mayor is Marta."]
 
 
 @pytest.mark.parametrize("text", ["Chiếc thuyền nhỏ rời bến lúc bốn giờ rưỡi", "작은 배는 네 시 반에 항구를 떠났고"])
@@ -136,6 +148,7 @@ def test_decomposed_text_is_counted_as_composed_text(reader, text):
 
 
 def test_canonical_text_is_a_fixed_point():
-    for text in (TEXT, "Chiê\u0301c thuyê\u0300n", "작은", "e\u200b\u0301", "a \u00a0 b", "…"):
+    for text in (TEXT, "Chiê\u0301c thuyê\u0300n", "작은", "e\u200b\u0301", "a \u00a0 b", "…", "ﬁ，；？", "ﷺ"):
         assert canonical_text(canonical_text(text)) == canonical_text(text)
     assert canonical_text("e\u200b\u0301") == "é"
+    assert canonical_text("ﬁrst，话　说：ﻻ") == "first,话说:لا"

@@ -24,12 +24,12 @@ from divdec.cli import main
 from divdec.data.records import texts_of
 from divdec.errors import FailedClosed, UsageError
 from divdec.experts.ngram import NgramPair, StupidBackoff
-from divdec.experts.ngram_counts import NgramCounts
+from divdec.experts.ngram_counts import CountDifference, NgramCounts
 from divdec.experts.ngram_fit import count
 from divdec.model.loading import answer_digests
 from divdec.takedowns.canonical import canonical_text
 from divdec.takedowns.correction import TakedownCorrection
-from divdec.takedowns.counts import PackedCounts, find_retained_passages
+from divdec.takedowns.counts import PackedCounts, find_retained_passages, sum_counts
 from divdec.takedowns.registry import STRENGTH, Registry
 from divdec.takedowns.store import DATABASE, Store
 from support.tiny import loads_torch
@@ -546,7 +546,7 @@ def test_registry_of_another_tokenizer_is_rejected(folder, checkpoints, tmp_path
     with pytest.raises(UsageError, match="another tokenizer"):
         write_bundle(tmp_path / "b", target=str(target), registry=folder)
     shutil.copytree(target, folder / "tokenizer", dirs_exist_ok=True)
-    assert any("tokenizer.json is missing or has changed" in problem for problem in Registry(folder).verify())
+    assert any("tokenizer.json is missing, new or has changed" in problem for problem in Registry(folder).verify())
     with pytest.raises(UsageError, match="another tokenizer"):
         Registry(folder).add("one", texts_of("t", ["a text"]))
     (tmp_path / "other").mkdir()
@@ -663,6 +663,54 @@ def test_only_shared_passages_are_removed_from_retain_set(tmp_path, checkpoints,
     assert registry.verify() == []
     again = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
     assert np.array_equal(again.unigrams, q.unigrams)
+
+
+def test_a_file_added_to_the_tokenizer_is_noticed(folder, registry, articles):
+    """transformers reads it beside the others: special tokens that it names have no text."""
+    (folder / "tokenizer" / "special_tokens_map.json").write_text('{"eos_token": "the"}')
+    assert ["special_tokens_map.json is missing, new" in problem for problem in registry.verify()] == [True]
+    with pytest.raises(UsageError, match="another tokenizer"):
+        TakedownCorrection(folder)
+
+
+def test_a_text_requested_twice_is_one_copy_of_the_retain_set(folder, registry, articles):
+    experts = TakedownCorrection(folder)
+    registry.add("publisher", texts_of("t", articles[4:5]))
+    once = experts.snapshot().pair.retain.counts.unigrams
+    registry.add("author", texts_of("t", articles[4:5]))
+    for each in (experts, TakedownCorrection(folder)):
+        assert np.array_equal(each.snapshot().pair.retain.counts.unigrams, once)
+    registry.remove("publisher")
+    assert np.array_equal(experts.snapshot().pair.retain.counts.unigrams, once)
+
+
+def test_an_excerpt_beside_its_text_is_no_second_copy(tmp_path, checkpoints, articles):
+    Registry.create(tmp_path / "r", texts_of("r", articles[:6]), checkpoints / "target")
+    retain = NgramCounts.load(tmp_path / "r" / "retain")
+    whole, *_ = map(np.array, documents_of(Registry(tmp_path / "r"), articles[4:5]))
+    alone = find_retained_passages(retain, [whole])
+    for documents in ([whole, whole[10:-10]], [whole[10:-10], whole]):
+        assert len(find_retained_passages(retain, documents).passages) == len(alone.passages)
+
+
+def test_counts_never_fall_below_zero():
+    whole, removed = (count([np.array(ids)], 9, 3) for ids in ([1, 2, 3], [1, 2, 3, 1, 2, 3]))
+    packed = sum_counts([PackedCounts.from_counts(removed)], 9)  # as a registry holds them
+    followers = CountDifference(whole, packed).followers(np.array([[1, 2]]))
+    assert followers.totals.tolist() == [0]
+
+
+def test_a_request_that_cannot_be_measured_says_that_it_is_in_force(
+    folder, registry, articles, tmp_path, monkeypatch, capsys
+):
+    def load_model(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("divdec.checkpoint.load_model", load_model)
+    (tmp_path / "t.txt").write_text(articles[20])
+    assert main(["takedown", "add", str(folder), "--id", "a", "--file", str(tmp_path / "t.txt")]) == 2
+    assert "a is in force, but could not be measured: CUDA out of memory" in capsys.readouterr().err
+    assert [entry.id for entry in registry.entries()] == ["a"]
 
 
 def test_a_short_sentence_of_everybody_stays_in_the_retain_set(tmp_path, checkpoints, articles):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from divdec.cli.loading import check_not_bundle
-from divdec.errors import NOT_REACHED, UsageError
+from divdec.errors import NOT_REACHED, UsageError, first_line
 from divdec.options import Flag, Printing
 
 if TYPE_CHECKING:
@@ -401,8 +401,8 @@ def _measure(registry: Registry, entry: TakedownRequest, texts: RecordSet, check
         check_weights(checkpoint)
         target = load_model(checkpoint, dtype=dtype_for_passes(), device_map=device_map("auto")).eval()
         return measure(registry, entry, texts, target, load_tokenizer(checkpoint), progress=True)
-    except UsageError as error:
-        raise UsageError(f"{entry.id} is in force, but could not be measured: {error}") from None
+    except (UsageError, RuntimeError) as error:  # such as too little memory beside a server
+        raise UsageError(f"{entry.id} is in force, but could not be measured: {first_line(error)}") from None
 
 
 def _exit_code(before: int, after: int) -> int:

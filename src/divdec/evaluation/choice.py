@@ -445,7 +445,7 @@ def choose_rule(
             if shared := overlap(sets["forget"], sets[name]).records:
                 raise UsageError(f"{shared} records of the forget set are also in the {name} set; they must differ")
     if max_records is not None:
-        sets = {name: _sample(records, max_records) for name, records in sets.items()}
+        sets = {name: drawn(records, max_records) for name, records in sets.items()}
     encode = _encode_whole if "holdout" in sets else encode_set
     # A tenth of a small retain set is two or three facts, which say little alone. Texts have other probabilities.
     scored_sets = [name for name in sets if name != "similar" or sets["retain"].has_questions]
@@ -675,7 +675,7 @@ def _words(record: Record) -> list[str]:
     return regex.findall(r"\w+", _text(record))
 
 
-def _sample(records: RecordSet, most: int) -> RecordSet:
+def drawn(records: RecordSet, most: int) -> RecordSet:
     """Draw records, in their order: every n-th may ask in the same wording."""
     indices = sorted(random.Random(0).sample(range(len(records)), min(most, len(records))))
     return dataclasses.replace(records, records=tuple(records.records[index] for index in indices))
@@ -700,19 +700,19 @@ class _GreedyAnswers:
     ) -> None:
         self._tokenizer, self._form, self._batch_size, self._progress = tokenizer, form, batch_size, progress
         self._beginnings = BEGINNINGS if refuses else BEGINNINGS[:1]
-        self._forget = _sample(sets["forget"], MAX_RECORDS)
+        self._forget = drawn(sets["forget"], MAX_RECORDS)
         passages = self._passages(tokenizer)
         self.count = len(self._forget) if self._forget.has_questions else len(passages)
         others = [sets[name] for name in ("retain", "similar") if name in sets and "holdout" not in sets]
         questions = tuple(record for some in others if some.has_questions for record in some)
         self._others = dataclasses.replace(self._forget, kind="question/answer", records=questions)
-        neutral = _sample(sets["neutral"], MAX_RECORDS) if "neutral" in sets else None
+        neutral = drawn(sets["neutral"], MAX_RECORDS) if "neutral" in sets else None
 
         target, asked = model.target, {"forget": self._forget, "others": self._others}
         asked = {name: records for name, records in asked.items() if records and records.has_questions}
         replies = {name: self.ask(target, tokenizer, records, "the target") for name, records in asked.items()}
         prompts = {
-            name: _prompts(_sample(some, MAX_RECORDS).records, tokenizer, form, self._beginnings)
+            name: _prompts(drawn(some, MAX_RECORDS).records, tokenizer, form, self._beginnings)
             for name, some in asked.items()
         }
         answers = {name: some.tokens for name, some in replies.items()}
@@ -744,7 +744,7 @@ class _GreedyAnswers:
         known: Sequence[list[int] | None] | None = None,
     ) -> Replies:
         """Ask a model, whose name the progress bar shows, at most `MAX_RECORDS` questions of a set."""
-        some = _sample(records, MAX_RECORDS).records
+        some = drawn(records, MAX_RECORDS).records
         title = f"answers of {name}" if self._progress else None
         return ask(model, tokenizer, some, self._form, self._batch_size, known, self._beginnings, title)
 

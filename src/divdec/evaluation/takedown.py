@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import TYPE_CHECKING, Any
 
 from divdec.data.records import RecordSet, read_records
@@ -58,7 +59,7 @@ def ask_for_request(
     registry.check_texts(entry, texts)
     passages, in_all = passages_of(texts, tokenizer, seed=hour)
     if texts.kind == "text":
-        passages += respell(passages, tokenizer, list(SPELLINGS)[hour % len(SPELLINGS)])
+        passages += respell(passages, tokenizer, random.Random(hour).choice(list(SPELLINGS)))
     if not passages:
         raise UsageError(f"the texts of request {entry.id!r} are too short to be begun and continued")
     recited = unanswered = 0

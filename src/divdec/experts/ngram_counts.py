@@ -92,7 +92,7 @@ class NgramCounts:
             return cls(int(description["vocab_size"]), np.asarray(_load_array(folder / "unigrams.npy")), *arrays)
         except UsageError:
             raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{folder}: the counts cannot be read ({first_line(error)}); fit them again") from None
 
     def ids_of(self, ngrams: np.ndarray) -> np.ndarray:
@@ -164,7 +164,7 @@ class CountDifference:
     def followers(self, contexts: np.ndarray) -> Followers:
         """Return the followers of contexts in the remaining documents."""
         followers, other = self.whole.followers(contexts), self.removed.followers(contexts)
-        minus = dataclasses.replace(other, totals=-other.totals, counts=-other.counts.astype(np.int64))
+        minus = dataclasses.replace(other, totals=-other.totals.astype(np.int64), counts=-other.counts.astype(np.int64))
         rest = summed(followers, minus, self.vocab_size)
         positive = (rest.counts > 0) & (rest.totals[rest.rows] > 0)
         rows = rest.rows[positive]

@@ -29,8 +29,8 @@ from divdec.checkpoint import (
 from divdec.data.formatting import encode_prompts, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, neutral_prompts
-from divdec.evaluation.generation import continuations, sample_records
+from divdec.evaluation.choice import MAX_RECORDS, MAX_REPLY, drawn, neutral_prompts
+from divdec.evaluation.generation import continuations, sample_records, without_padding
 from divdec.evaluation.recitation import LENGTH, RUN, SPELLINGS, Passage, passages_of, recites, respell
 from divdec.evaluation.scoring import mean_loss, score
 from divdec.model.modeling import DivergenceForCausalLM
@@ -112,7 +112,7 @@ def measure_request(
     registry.check_texts(entry, texts)
     check_tokenizer(registry.folder, registry.description["tokenizer"], vocabulary_sha256(tokenizer))
     state, files = (registry.strength, len(registry.history())), digests(folder)
-    passages, in_all = passages_of(texts, tokenizer)
+    passages, in_all = passages_of(texts, tokenizer, seed=1)  # not those that `add` chose the strength by
     if not passages:
         raise UsageError(f"the texts of request {entry.id!r} are too short to be begun and continued")
     steered = DivergenceForCausalLM.from_experts(target, None, takedowns=TakedownCorrection(registry.folder))
@@ -173,8 +173,9 @@ def _attacks(
     short = [Passage(passage.prompt[-SHORT:], passage.continuation) for passage in passages]
     yield "short prompt", f"the last {SHORT} tokens before it; greedy", short, {}
     prompts = [str(tokenizer.decode(passage.prompt, skip_special_tokens=True)) for passage in passages]
-    lower = encode_prompts([Record("", prompt=prompt.lower()) for prompt in prompts], tokenizer)
-    yield "lower case", "the text before it in lower case; greedy", _with_prompts(passages, lower), {}
+    if any(prompt != prompt.lower() for prompt in prompts):  # not every script has case
+        lower = encode_prompts([Record("", prompt=prompt.lower()) for prompt in prompts], tokenizer)
+        yield "lower case", "the text before it in lower case; greedy", _with_prompts(passages, lower), {}
     for spelling in SPELLINGS:
         if respelled := respell(passages, tokenizer, spelling):  # not every script has spaces
             yield spelling, f"the text before it with {spelling}; greedy", respelled, {}
@@ -193,12 +194,12 @@ def _changes(
     target: PreTrainedModel, steered: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, records: RecordSet
 ) -> dict[str, Any]:
     """Compare perplexity and greedy answers of a set with the target's."""
-    prompts = neutral_prompts(records, tokenizer)[:MAX_RECORDS]
-    examples = encode_set(records, tokenizer)[:MAX_RECORDS]
+    some = drawn(records, MAX_RECORDS)
+    prompts, examples = neutral_prompts(some, tokenizer), encode_set(some, tokenizer)[:MAX_RECORDS]
     outputs, losses = [], []
     for model in (target, steered):
         answers = continuations(model, tokenizer, prompts, max_new_tokens=MAX_REPLY, title="other texts")
-        outputs.append([tokenizer.decode(ids, skip_special_tokens=True) for ids in answers])  # without padding
+        outputs.append([without_padding(model, ids) for ids in answers])
         losses.append(mean_loss(score(model, examples)))
     return {
         "records": len(records),

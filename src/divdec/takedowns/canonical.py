@@ -42,7 +42,7 @@ _FOLDED = str.maketrans(
 
 
 def canonical_text(text: str) -> str:
-    """Fold a text: NFC, no invisible characters, plain quotes and dashes, one space for each run of white space.
+    """Fold a text: NFKC, no invisible characters, plain quotes and dashes, one space for each run of white space.
 
     There is none between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is
     kept as one space.
@@ -50,8 +50,9 @@ def canonical_text(text: str) -> str:
     if text.isascii():
         return _SPACES.sub(" ", _IGNORABLE.sub("", text).translate(_FOLDED))
     text = _IGNORABLE.sub("", unicodedata.normalize("NFC", text))
-    # Removing a character can bring a letter and its accent together.
-    return _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
+    # Removing a character can bring a letter and its accent together. NFKC makes full-width commas those of Latin text.
+    text = _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
+    return _SPACES.sub(" ", unicodedata.normalize("NFKC", text).translate(_FOLDED))
 
 
 class CanonicalReader:
@@ -81,7 +82,7 @@ class CanonicalReader:
         self._vocab_size = vocab_size
 
     def documents(self, records: RecordSet) -> Iterator[list[int]]:
-        """Tokenize the canonical form of each text, and of each turn of a conversation, without its layout.
+        """Tokenize the canonical form of each text, and of each turn but the system's, without their layout.
 
         Raises:
             UsageError: a record has no token.
@@ -89,7 +90,10 @@ class CanonicalReader:
         for start in range(0, len(records), BATCH):
             batch = records.records[start : start + BATCH]
             texts = [
-                [*(turn.content for turn in record.messages), f"{record.prompt or ''}{record.answer}"]
+                [
+                    *(turn.content for turn in record.messages if turn.role != "system"),
+                    f"{record.prompt or ''}{record.answer}",
+                ]
                 for record in batch
             ]
             ids = iter(self._encode([self._canonical(text) for turns in texts for text in turns]))
@@ -187,7 +191,7 @@ class CanonicalReader:
             whole -= 1
             data = data[: len(data) - len(pieces[whole])]
         rest = [token for token, piece in zip(ids[whole:], pieces[whole:], strict=True) if piece]
-        text = canonical_text(data.decode("utf-8", "ignore"))
+        text = canonical_text(self._special.sub(" ", data.decode("utf-8", "ignore")))  # as in `_canonical`
         if is_start or text.startswith(" "):
             text = self._lead(text.lstrip())
         tokens = [*self._encode([text])[0], *rest] if text else rest

@@ -196,11 +196,12 @@ class TakedownCorrection:
         known, state = self._snapshot, self._store.read_state(connection)
         only_added = known.state.entries.keys() <= state.entries.keys()
         request_counts, passage_counts = (known.taken, known.held) if only_added else (None, None)
-        new = [
-            (counts, passages)
-            for entry, counts, passages in self._store.read_counts(connection, state)
-            if not only_added or entry.counts_id not in known.state.entries
-        ]
+        new, texts = [], {entry.text_hash for entry in known.state.entries.values() if only_added}
+        for entry, counts, passages in self._store.read_counts(connection, state):
+            if not only_added or entry.counts_id not in known.state.entries:
+                # The retain set holds the passages of a text once, however many requests name it.
+                new.append((counts, None if entry.text_hash in texts else passages))
+                texts.add(entry.text_hash)
         if only_added and not new:
             return dataclasses.replace(known, state=state)
         request_counts = extended(request_counts, [counts for counts, _ in new], self.vocab_size)

@@ -104,11 +104,11 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
     """Find the passages of documents that the retain set holds: q would go on repeating them.
 
     A passage that was counted n times is listed n times, so that subtracting the list removes every copy. Other
-    occurrences of its n-grams keep their counts.
+    occurrences of its n-grams keep their counts. One within another passage is that one's copy.
     """
     passages: dict[bytes, list[np.ndarray]] = {}
     most, spans = 0, 0
-    for ids in documents:
+    for ids in sorted(documents, key=len, reverse=True):
         length = min(len(ids), retain.order)
         windows = np.lib.stride_tricks.sliding_window_view(ids, length).astype(np.int64)
         frequencies = retain.frequencies(windows)
@@ -124,8 +124,10 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
             for level, repeats in zip(levels, np.diff(levels, prepend=0), strict=True):
                 for first, last in _true_ranges(copies >= level):
                     listed += [ids[start + first : start + last - 1 + length]] * int(repeats)
-            # A passage that the documents repeat is the same one in the retain set.
-            passages.setdefault(ids[start : end - 1 + length].tobytes(), listed)
+            # A passage that the documents repeat, or quote, is the same one in the retain set.
+            passage = ids[start : end - 1 + length].tobytes()
+            if not any(passage in longer for longer in passages):
+                passages[passage] = listed
     return RetainedPassages([passage for listed in passages.values() for passage in listed], most, spans)
 
 

@@ -135,7 +135,10 @@ class Registry:
                 "vocab_size": vocab_size,
                 "order": order,
                 "tokenizer": sha256,
-                "tokenizer_files": {file.name: file_sha256(file) for file in sorted((temporary / TOKENIZER).iterdir())},
+                "tokenizer_files": {
+                    str(file.relative_to(temporary / TOKENIZER)): file_sha256(file)
+                    for file in sorted((temporary / TOKENIZER).rglob("*.*"))
+                },
                 "retain": file_sha256(temporary / RETAIN / COUNTS),
                 "retain_set": retain.label,
                 "retain_kind": retain.kind,
@@ -302,7 +305,7 @@ class Registry:
         except (UsageError, FailedClosed) as error:
             problems.append(str(error))
         for file in self._store.changed_tokenizer_files():
-            problems.append(f"{file} is missing or has changed; restore it from a backup")
+            problems.append(f"{file} is missing, new or has changed; restore the folder from a backup")
         try:
             with self._store.read() as connection:
                 for _ in self._store.read_counts(connection, self._store.read_state(connection)):

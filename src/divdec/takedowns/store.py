@@ -34,7 +34,7 @@ from divdec.takedowns.counts import PackedCounts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DATABASE, FORMAT = "registry.db", "divdec registry 5"
+DATABASE, FORMAT = "registry.db", "divdec registry 6"
 RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
 KEY_FILE, ENVIRONMENT = "secret.key", "DIVDEC_REGISTRY_KEY"
 KEY_BYTES, NONCE_BYTES = 32, 12  # of AES-256-GCM
@@ -327,7 +327,9 @@ class Store:
         """Refuse a database that is another registry's, or an older copy of the one that was read before."""
         content, _ = self._description(connection)
         row = connection.execute("SELECT code FROM events WHERE sequence = ?", (known.sequence,)).fetchone()
-        if json.loads(content) != self.description or (known.sequence and (row is None or row[0] != known.code)):
+        if content != json.dumps(self.description, ensure_ascii=False) or (
+            known.sequence and (row is None or row[0] != known.code)
+        ):
             raise FailedClosed(f"{self.path} was replaced by another or an older registry; restore the newest one")
 
     def check_retain(self) -> None:
@@ -343,8 +345,9 @@ class Store:
         return load_tokenizer(self.folder / TOKENIZER)
 
     def changed_tokenizer_files(self) -> list[Path]:
-        """Return the tokenizer's files that are missing or differ from those that the registry was created with."""
-        files = {self.folder / TOKENIZER / name: sha for name, sha in self.description["tokenizer_files"].items()}
+        """Return the tokenizer's files that are missing, new or other than those that the registry was created with."""
+        folder, known = self.folder / TOKENIZER, self.description["tokenizer_files"]
+        files = dict.fromkeys(folder.rglob("*.*"), "") | {folder / name: sha for name, sha in known.items()}
         return [file for file, sha in files.items() if not file.is_file() or file_sha256(file) != sha]
 
     def _description(self, connection: sqlite3.Connection) -> tuple[str, str]:
