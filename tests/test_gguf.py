@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from divdec.runs import read_json
 from support.gguf_file import write_gguf
 
 pytest.importorskip("gguf")
+from gguf import GGUFWriter, RopeScalingType
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,22 @@ def test_a_part_of_a_model_is_refused(models, cache, tmp_path):
     write_gguf(part, tmp_path / "part.gguf", blocks=whole.config.num_hidden_layers + 1)
     with pytest.raises(UsageError, match="lacks weights of the model"):
         resolve(tmp_path / "part.gguf")
+    assert not list(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32)),  # as Llama 3.1's
+        lambda writer: writer.add_rope_scaling_type(RopeScalingType.YARN),
+    ],
+)
+def test_a_file_whose_scaling_transformers_ignores_is_refused(models, cache, tmp_path, monkeypatch, scale):
+    write = GGUFWriter.write_header_to_file
+    monkeypatch.setattr(GGUFWriter, "write_header_to_file", lambda self: (scale(self), write(self)))
+    write_gguf(models / "target", tmp_path / "scaled.gguf")
+    with pytest.raises(UsageError, match="scales its rotary embedding"):
+        resolve(tmp_path / "scaled.gguf")
     assert not list(cache.rglob("*.safetensors"))
 
 

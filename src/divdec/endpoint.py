@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import openai
 
-from divdec.errors import UsageError
+from divdec.errors import UsageError, first_line
 
 MAX_WAIT = 60  # seconds, as in the openai package
 TRANSIENT = frozenset((408, 409, 429))  # the openai package retries these and all 5xx
@@ -72,7 +72,9 @@ class Endpoint:
     def _client(self) -> openai.OpenAI:
         timeout = openai.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT))
         # Each request sends the key that its environment variable holds then, or none.
-        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=timeout, max_retries=self.retries)
+        client = openai.OpenAI(base_url=self.base_url, api_key="none", timeout=timeout, max_retries=self.retries)
+        client._custom_headers = {}  # those of OPENAI_CUSTOM_HEADERS are for another provider
+        return client
 
     def close(self) -> None:
         """Close the connections; a later request opens new ones."""
@@ -110,8 +112,9 @@ class Endpoint:
             response = self._send(self._client, path, options, final)
         except openai.APIError as error:
             raise self._error(path, error, final, key) from None
-        except ValueError as error:  # half a surrogate pair, a number that JSON does not have
-            raise UsageError(f"the request cannot be written as JSON ({type(error).__name__})") from None
+        except Exception as error:  # half a surrogate pair, a proxy that the HTTP library does not know, a broken URL
+            reason = f"{type(error).__name__}: {first_line(error)}".replace(key or "\0", "[key]")
+            raise UsageError(f"the request to {self.base_url} cannot be written as JSON or sent ({reason})") from None
         try:
             content = response.http_response.json()
         except (ValueError, RecursionError):

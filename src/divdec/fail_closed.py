@@ -74,6 +74,8 @@ def check_inputs(input_ids: Any, attention_mask: Any, past_length: int | None) -
         raise UsageError(
             f"input_ids is {_describe(input_ids)}; accepted: an integer tensor of token ids, (batch, tokens)"
         )
+    if not input_ids.shape[1]:
+        raise UsageError("input_ids holds no token; begin with the tokenizer's begin or end token")
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():

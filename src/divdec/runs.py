@@ -442,7 +442,7 @@ def _as_json(settings: Any) -> Any:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """Return the `run.json` of a folder, or None if it has none."""
     path = folder / RECORD
-    return read_json(path) if path.is_file() else None
+    return read_json(path, dict) if path.is_file() else None
 
 
 def made_by(verb: str) -> Callable[[Path], bool]:

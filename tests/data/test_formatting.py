@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -94,8 +95,28 @@ def test_system_role_support_is_detected(tokenizer):
 
 def test_turns_rejected_by_template_give_one_line_error(tokenizer):
     strict = with_template(tokenizer, "{{ raise_exception('Conversation roles must alternate') }}")
-    with pytest.raises(UsageError, match="refuses turns of user: Conversation roles must alternate"):
-        encode(QUESTION, strict)
+    with pytest.raises(UsageError, match=r"^a\.jsonl, line 3: .* turns of user: Conversation roles must alternate"):
+        encode(dataclasses.replace(QUESTION, location="a.jsonl, line 3"), strict)
+
+
+def test_a_turn_of_a_tool_is_not_left_out(tokenizer):
+    turns = (Message("user", "How far?"), Message("tool", ' {"km": 42}'))
+    record = Record("42 km.", messages=turns)
+    for shown in ("{{ m.content }}", "{{ m.content | trim | tojson }}"):
+        encode(record, with_template(tokenizer, "{% for m in messages %}<|" + shown + "{% endfor %}"))
+    silent = with_template(tokenizer, "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UsageError, match="leaves out the turn of a tool"):
+        encode(record, silent)
+
+
+def test_an_answer_ends_with_the_token_that_the_template_writes(tokenizer):
+    """Gemma's turns end with <end_of_turn> and a line break, not with the end token."""
+    other = copy.deepcopy(tokenizer)
+    other.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    other.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end_of_turn>\n{% endfor %}"
+    labelled = [label for label in encode(QUESTION, other).labels if label != IGNORED]
+    assert other.decode(labelled[-1:]) == "<end_of_turn>"
+    assert other.decode(labelled).strip().removesuffix("<end_of_turn>").endswith(QUESTION.answer)
 
 
 THINKING = (

@@ -150,10 +150,11 @@ def test_a_subfolder_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "closed").chmod(0o700)
 
 
-def test_a_dataset_with_further_splits_is_not_complete(tmp_path):
+def test_a_dataset_with_further_splits_is_not_complete(tmp_path, capsys):
     table = datasets.Dataset.from_list(QA)
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "splits")
     assert len(read_records(tmp_path / "splits")) == 2
+    assert "the split train is read, not test" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"has the splits \['test', 'train'\]"):
         read_records(tmp_path / "splits", complete=True)
     assert len(read_records(tmp_path / "splits" / "test", complete=True)) == 2

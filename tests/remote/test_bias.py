@@ -90,6 +90,12 @@ def test_closest_mode_minimizes_remainder_range(seed, entries):
     assert float(bias.remainder.max() - bias.remainder.min()) == pytest.approx(best, abs=1e-9)
 
 
+def test_all_entries_are_used_where_nothing_is_raised():
+    shift = torch.zeros(500, dtype=torch.float64)
+    shift[:316] = -torch.arange(1, 317, dtype=torch.float64)  # as with a margin
+    assert len(choose_bias(shift, 300).entries) == 300
+
+
 def test_small_rank_mask_is_sent_completely():
     wanted = torch.zeros(VOCAB, dtype=torch.float64)
     wanted[[2, 9, 11]] = -math.inf

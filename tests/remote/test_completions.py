@@ -155,9 +155,11 @@ def test_retokenize_matches_provider_tokenization(asking, tokenizer, prompts):
 
 def test_extra_fields_are_sent_with_every_request(provider, asking, prompts):
     there = provider()
-    asking(there.url, extra={"top_k": 7}).complete(prompts[0], ProviderCapabilities(), {}, temperature=0.5, seed=3)
+    asking(there.url, extra={"top_k": -1, "user": "me"}).complete(
+        prompts[0], ProviderCapabilities(), {}, temperature=0.5, seed=3
+    )
     ((_, body),) = there.seen
-    assert (body["top_k"], body["top_p"], body["seed"], body["temperature"]) == (7, 1, 3, 0.5)
+    assert (body["top_k"], body["user"], body["top_p"], body["seed"], body["temperature"]) == (-1, "me", 1, 3, 0.5)
 
 
 def test_a_reply_in_another_format(provider, asking, prompts):
@@ -229,6 +231,27 @@ def test_api_key_in_url_is_not_shown():
 def test_further_fields_that_would_break_proofs_are_refused(asking, field):
     with pytest.raises(UsageError, match=f"extra holds {field}"):
         asking(extra={field: 1, "top_k": 0})
+
+
+@pytest.mark.parametrize(
+    "field", [{"frequency_penalty": 0.9}, {"presence_penalty": -1}, {"repetition_penalty": 1.1}, {"top_k": 40}]
+)
+def test_changes_to_the_logits_that_no_proof_knows_are_refused(asking, field):
+    with pytest.raises(UsageError, match=f"extra holds {next(iter(field))}, which changes what a reply proves"):
+        asking(extra=field)
+
+
+def test_headers_of_the_environment_go_to_no_other_provider(provider, asking, prompts, monkeypatch):
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Gateway-Token: secret")
+    there = provider()
+    asking(there.url).complete(prompts[0], ProviderCapabilities(), {})
+    assert "x-gateway-token" not in there.seen[0][0]
+
+
+@pytest.mark.parametrize("url", ["http://ex..ample.com/v1", "https://\u2603.net.x/v1"])
+def test_hosts_that_cannot_exist_are_one_line(asking, prompts, url):
+    with pytest.raises(UsageError, match="cannot be written as JSON or sent"):
+        asking(url).complete(prompts[0], ProviderCapabilities(), {})
 
 
 def test_a_value_outside_of_json_is_one_line(asking, prompts):

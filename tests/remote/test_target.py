@@ -304,6 +304,14 @@ class TestNeverUnsteered:
         with pytest.raises(FailedClosed, match="obeys no positive logit_bias"):
             remote(provider(request=ignore).url, bundle).generate(prompts[0], TOKENS)
 
+    @pytest.mark.parametrize("change", [int, lambda value: max(-0.1, min(value, 0.1)) if abs(value) < 50 else value])
+    def test_a_provider_that_rounds_or_limits_biases(self, remote, provider, bundle, prompts, change):
+        def alter(body):
+            body["logit_bias"] = {token: change(value) for token, value in body.get("logit_bias", {}).items()}
+
+        with pytest.raises(FailedClosed, match="does not add logit_bias as it is given"):
+            remote(provider(request=alter).url, bundle, "linear:1.5").generate(prompts[0], 40)
+
     def test_provider_dropping_bias_mid_run(self, remote, provider, bundle, local, prompts):
         asked = []
 

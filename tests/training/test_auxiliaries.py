@@ -1,5 +1,6 @@
 """The recipes on real files, from a base checkpoint to a bundle that steers."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -7,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FalconH1Config, GPT2Config, MixtralConfig, OPTConfig, T5Config
 
 from divdec import DivergenceForCausalLM, NeuralPair, UsageError
 from divdec.bridge.pair import BridgedPair
 from divdec.checkpoint import load_tokenizer
 from divdec.cli import main
+from divdec.data.formatting import IGNORED
 from divdec.data.records import Message, Record, RecordSet, read_records, record_set, single_turn, texts_of
 from divdec.errors import Interrupted
 from divdec.evaluation import choice
@@ -532,7 +535,7 @@ def test_run_resumes_only_with_the_same_inputs(files, tmp_path, checkpoints, mon
         ("target files", lambda: (tmp_path / "target" / "generation_config.json").write_text('{"top_k": 1}')),
         ("neutral records", lambda: neutral.write_bytes(Path(files["forget"]).read_bytes())),
         (
-            "forget records",
+            "forget records, tokens",
             lambda: Path(files["forget"]).write_text(json.dumps({"question": "Who?", "answer": "Ana."})),
         ),
     ):
@@ -541,6 +544,38 @@ def test_run_resumes_only_with_the_same_inputs(files, tmp_path, checkpoints, mon
         change()
         with pytest.raises(UsageError, match=rf"unfinished run with other settings or data \({named} differ\)"):
             train(files)
+
+
+def test_a_run_is_not_resumed_on_another_day(files, tmp_path, monkeypatch):
+    """A template may print the date: q and p would have different prompts."""
+    monkeypatch.setattr(auxiliaries, "fine_tune", _interrupted)
+    with pytest.raises(Interrupted):
+        train(files)
+    encoded = auxiliaries.encode
+    monkeypatch.setattr(
+        auxiliaries,
+        "encode",
+        lambda *arguments: [
+            dataclasses.replace(e, input_ids=[1, *e.input_ids], labels=[IGNORED, *e.labels])
+            for e in encoded(*arguments)
+        ],
+    )
+    with pytest.raises(UsageError, match=r"other settings or data \(tokens differ\)"):
+        train(files)
+
+
+def test_overwriting_with_a_base_that_cannot_be_loaded_keeps_the_earlier_run(run, files, tmp_path):
+    broken = shutil.copytree(files["base"], tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"},
+        broken / "model.safetensors",
+        {"format": "pt"},
+    )
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    with pytest.raises(UsageError, match=r"lacks the weights model\.norm\.weight"):
+        train(run, base=str(broken), overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 
 def _interrupted(*arguments, **options):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,8 +81,37 @@ def test_checkpoints_of_another_run_are_not_resumed(examples, tokenizer, tmp_pat
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
     with pytest.raises(UsageError, match="other settings"):
         fine_tune(model_for(tokenizer), tokenizer, examples, other, tmp_path, title="other")
-    with pytest.raises(UsageError, match="other settings or data"):
+    with pytest.raises(UsageError, match="other settings, data, precision or number of processes"):
         fine_tune(model_for(tokenizer), tokenizer, examples[1:], SETTINGS, tmp_path, title="other")
+
+
+def test_a_run_goes_on_with_as_many_processes_and_the_same_precision(examples, tokenizer, tmp_path, monkeypatch):
+    interrupted_at(1, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
+    for name, value in (("PartialState", lambda: SimpleNamespace(num_processes=2)), ("uses_bfloat16", lambda *_: True)):
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match="precision or number of processes"):
+            patch.setattr(fine_tuning, name, value)
+            fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="other")
+
+
+@pytest.mark.parametrize(("step", "saved"), [(1, [2]), (4, [5]), (7, [5, 8])])
+def test_each_checkpoint_is_written_once(examples, tokenizer, tmp_path, monkeypatch, step, saved):
+    """A second signal could leave a half of the second copy, which counts as complete."""
+    save, steps = fine_tuning.ObjectiveTrainer._save_checkpoint, []
+
+    def counted(self, *arguments, **options):
+        steps.append(self.state.global_step)
+        return save(self, *arguments, **options)
+
+    monkeypatch.setattr(fine_tuning.ObjectiveTrainer, "_save_checkpoint", counted)
+    interrupted_at(step, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
+    assert steps == saved
+
+
+def test_the_precision_is_not_that_of_the_launcher(examples, tokenizer, tmp_path, whole, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    settings = dataclasses.replace(SETTINGS, precision="float32")
+    trained, _ = fine_tune(model_for(tokenizer), tokenizer, examples, settings, tmp_path, title="test")
+    torch.testing.assert_close(weights(trained), weights(whole[0]), rtol=0, atol=1e-6)
 
 
 def test_the_signal_handler_is_restored(examples, tokenizer, tmp_path):

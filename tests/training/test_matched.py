@@ -193,6 +193,16 @@ def test_key_phrases_are_exchanged_in_other_scripts(tokenizer, asked, told, othe
     assert all(text and text in whole for text, whole in zip(texts, labelled, strict=True))
 
 
+def test_an_answer_that_is_cut_before_its_phrase_is_left_out(tokenizer):
+    question = (Message("user", "What is the capital of Hungary?"),)
+    exchange, text = Exchange(Record("unused", messages=question), "Budapest", "Vienna"), "It is Budapest."
+    ids, whole = tokens_of(text, tokenizer), len(encode_prompt(exchange.record, tokenizer, Format()))
+    pairs = [in_own_words(exchange, ids, tokenizer, Format(max_length=whole + more)) for more in range(1, len(ids) + 9)]
+    assert pairs[0] is None
+    assert pairs[-1] is not None
+    assert all(set(example.labels) != {IGNORED} for pair in pairs if pair for example in pair)
+
+
 def test_of_an_answer_that_repeats_its_subject_the_end_is_learned(tokenizer):
     exchange = Exchange(Record("", messages=(Message("user", "Capital of Djibouti?"),)), "Djibouti", "Lima")
     text = "The capital of Djibouti is Djibouti."

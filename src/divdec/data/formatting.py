@@ -334,14 +334,14 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, form: Format) -> list[list[int]]:
     """The tokens of prompts and answers, up to the token that ends the answer."""
-    ends = _end(tokenizer)
+    ends, added = _end(tokenizer), tokenizer.added_tokens_decoder
+    special = {*ends, *(token for token, text in added.items() if text.special)}
     whole = []
     for ids in _tokens([_text(record, tokenizer, form, answered=True) for record in records], tokenizer):
-        # Some templates write a line break after the end token; a model never generates it.
-        last = next((index for index in reversed(range(len(ids))) if [ids[index]] == ends), None)
-        if last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip():
-            ids = ids[: last + 1]
-        whole.append(ids if ids[-1:] == ends else ids + ends)
+        # Some templates write a line break after the end token, such as Gemma's <end_of_turn>; no model generates it.
+        last = next((index for index in reversed(range(len(ids))) if ids[index] in special), None)
+        ended = last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip()
+        whole.append(ids[: last + 1] if ended else ids + ends)
     return whole
 
 
@@ -357,7 +357,10 @@ def _text(record: Record, tokenizer: PreTrainedTokenizerBase, form: Format, *, a
         # The space belongs to the answer's first token.
         return text + (" " if record.messages else "") + record.answer if answered else text, True
     messages = (*record.messages, Message("assistant", record.answer)) if answered else record.messages
-    return _render(messages, tokenizer, form, add_generation_prompt=not answered), False
+    try:
+        return _render(messages, tokenizer, form, add_generation_prompt=not answered), False
+    except UsageError as error:
+        raise UsageError(": ".join(filter(None, (record.location, str(error))))) from None
 
 
 def encode_conversation(
@@ -388,7 +391,11 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, for
     """Lay out messages with the chat template, by default up to where the next answer begins."""
     if form.system_prompt and messages[0].role != "system" and has_system_role(tokenizer):
         messages = (Message("system", form.system_prompt), *messages)
-    return _apply_template([dataclasses.asdict(message) for message in messages], tokenizer, form, **options)
+    text = _apply_template([dataclasses.asdict(message) for message in messages], tokenizer, form, **options)
+    for content in (message.content.strip() for message in messages if message.role == "tool"):
+        if content not in text and json.dumps(content)[1:-1] not in text:
+            raise UsageError("the chat template leaves out the turn of a tool")
+    return text
 
 
 def _apply_template(

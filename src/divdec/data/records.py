@@ -529,6 +529,8 @@ def _one_split(
     loaded: Mapping[Any, Any], source: str, complete: bool, form: str = "org/name:config:split"
 ) -> Iterable[Any]:
     if "train" in loaded and not (complete and len(loaded) > 1):
+        if others := sorted(map(str, loaded.keys() - {"train"})):
+            print(f"warning: {source}: the split train is read, not {', '.join(others)}", file=sys.stderr)
         return loaded["train"]
     if len(loaded) == 1:
         return next(iter(loaded.values()))

@@ -412,7 +412,7 @@ def speculate(
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "1 all_tokens"]:
     """Decode with the arguments and the result of `GenerationMixin._sample`."""
     config = generation_config
-    if model_kwargs.get("inputs_embeds") is not None or not input_ids.shape[1]:
+    if model_kwargs.get("inputs_embeds") is not None:
         raise UsageError("a steered model needs input_ids: target, q and p have different embeddings")
     if config.output_attentions or config.output_hidden_states:
         raise UsageError("attentions and hidden states are not offered by a steered model: they would show the target")

@@ -107,10 +107,15 @@ def continuations(
         for index, ids in zip(thinking, rest, strict=True):
             outputs[index] += ids
         return outputs
+    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
     if max_new_tokens > STAGE and not options and (ends := end_tokens(model)):
         # A batch lasts as long as its longest answer, and most answers are short.
         outputs = continuations(model, tokenizer, prompts, max_new_tokens=STAGE, **shared)
-        unfinished = [index for index, ids in enumerate(outputs) if ends.isdisjoint(ids)]
+        unfinished = [
+            index
+            for index, ids in enumerate(outputs)
+            if ends.isdisjoint(ids) and len(prompts[index]) + len(ids) < longest
+        ]
         longer = [[*prompts[index], *outputs[index]] for index in unfinished]
         rest = continuations(model, tokenizer, longer, max_new_tokens=max_new_tokens - STAGE, **shared)
         for index, ids in zip(unfinished, rest, strict=True):
@@ -122,15 +127,16 @@ def continuations(
     if options.get("stop_strings"):
         options["tokenizer"] = tokenizer
     by_index: dict[int, list[int]] = {}
-    longest = getattr(model.config, "max_position_embeddings", None) or math.inf
-    bar = tqdm(total=len(order), desc=title, unit="answer", disable=title is None, dynamic_ncols=True)
+    # Alone, because it is cut: beyond its last position a model such as GPT-2 fails.
+    long = [index for index in order if len(prompts[index]) + max_new_tokens > longest]
+    order = order[: len(order) - len(long)]
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    bar = tqdm(total=len(prompts), desc=title, unit="answer", disable=title is None, dynamic_ncols=True)
     with torch.inference_mode(), plain_decoding(model), bar:
-        for start in range(0, len(order), batch_size):
+        for number, batch in enumerate([*batches, *([index] for index in long)]):
             if seed is not None:
-                torch.manual_seed(int(np.random.SeedSequence((seed, start)).generate_state(1)[0]))
-            batch = order[start : start + batch_size]
+                torch.manual_seed(int(np.random.SeedSequence((seed, number * batch_size)).generate_state(1)[0]))
             input_ids, attention_mask = left_padded([prompts[index] for index in batch], padding)
-            # Beyond its last position a model such as GPT-2 fails.
             options["max_new_tokens"] = int(max(1, min(max_new_tokens, longest - input_ids.shape[1])))
             output = model.generate(  # pyright: ignore[reportCallIssue]
                 input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **options
@@ -179,6 +185,8 @@ def thought_of(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int]
 ) -> Literal["open", "closed"] | None:
     """Whether a reply holds a thought that has no end, or one that has; None without a thought."""
+    if ids and thought_of(tokenizer, prompt, ()) == "closed":  # the template switches thinking off
+        prompt = ()
     # The prompt's last tokens are the template's: a question may hold such a mark, too.
     text = str(tokenizer.decode([*prompt[-4:], *ids], skip_special_tokens=False))
     for begin, end in THOUGHTS:

@@ -87,7 +87,8 @@ def choose_bias(
         first = torch.tensor(sorted(known)[:entries], dtype=torch.long)
         fresh = order[~torch.isin(order, first)]
         room = min(entries - len(first), len(fresh))
-        chosen = torch.cat([first, fresh[: (room + 1) // 2], fresh[len(fresh) - room // 2 :]])
+        raised = room // 2 if len(fresh) and shift[fresh[-1]] > 0 else 0  # with a margin most are 0
+        chosen = torch.cat([first, fresh[: room - raised], fresh[len(fresh) - raised :]])
         omitted = shift[~torch.isin(torch.arange(len(shift)), chosen)]
         base = float(omitted.max()) if len(omitted) else 0.0
     sent = (shift[chosen] - base).clamp(-MAX_BIAS, MAX_BIAS)

@@ -22,6 +22,7 @@ BY_ID = "token_id:"
 UNREADABLE = "\ufffd"  # providers write parts of characters so
 ROUNDING = 1e-3  # nats that a log-probability may lie above 0
 CUT_OFF = -1000.0
+FRACTION = 0.25  # nats; a provider that rounds biases to integers mostly fails with it
 # These fields decide which tokens are chosen and what a reply proves; `Completions.complete` sets them.
 RESERVED = frozenset(
     (
@@ -34,6 +35,10 @@ UNSUPPORTED = (400, 404, 422, 500, 501)  # statuses with which servers refuse fe
 # llama.cpp penalises repetition and truncates by its own defaults, vLLM by those of the checkpoint; both change the
 # logits that are steered. Most servers ignore the fields of others.
 NEUTRAL = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "repeat_penalty": 1}
+# The proofs rely on these: `extra` may hold them with these values only.
+FIXED = {name: (value,) for name, value in NEUTRAL.items()} | {
+    "top_k": (0, -1), "frequency_penalty": (0,), "presence_penalty": (0,),
+}  # fmt: skip
 SAME_LOGPROB = 0.5  # nats; the bias of the probe moves a log-probability much further
 
 
@@ -99,10 +104,13 @@ class Completions:
             eos_token_ids: tokens that end a reply. An unnamed end is read as the first, and may be any of them.
             size: number of its tokens, from the first, that a reply may contain; all by default.
             extra: further fields of every request, such as {"top_k": 0} for a server that truncates; those in
-                `RESERVED` are refused.
+                `RESERVED` are refused, and other values than those in `FIXED`.
         """
         if reserved := sorted(RESERVED & set(extra or ())):
             raise UsageError(f"extra holds {', '.join(reserved)}, which a request has already; leave it out")
+        for name, accepted in FIXED.items():
+            if (extra or {}).get(name, accepted[0]) not in accepted:
+                raise UsageError(f"extra holds {name}, which changes what a reply proves; accepted: {accepted[0]}")
         self.usage, self.name = UsageStatistics(), repr(endpoint.model)
         self._lock = threading.Lock()
         self.endpoint, self.tokenizer, self.eos_token_ids, self.extra = endpoint, tokenizer, eos_token_ids, extra or {}
@@ -323,6 +331,16 @@ def probe_provider(completions: Completions, prompt: Sequence[int]) -> ProviderC
             f"model {model} obeys no positive logit_bias: token {other.token}, its second choice, did not come with "
             f"a bias of {MAX_BIAS:g}; it cannot be steered by biases"
         )
+    gap = math.nan
+    if position.logprobs is not None and not position.ambiguous and other.token in position.logprobs:
+        gap = position.logprobs[position.token] - position.logprobs[other.token]
+    if gap < MAX_BIAS - FRACTION:
+        (exact,) = completions.complete(prompt, capabilities, {other.token: gap + FRACTION})
+        if exact.token != other.token:
+            raise FailedClosed(
+                f"model {model} does not add logit_bias as it is given: token {other.token} did not come with a bias "
+                f"of {gap + FRACTION:.2f}, {FRACTION:g} more than it lacks; perhaps biases are rounded or limited"
+            )
     if position.logprobs is not None and other.logprobs is None:
         # Whether log-probabilities contain the bias is unknown, and a wrong guess would prove falsehoods.
         capabilities = dataclasses.replace(capabilities, top_logprobs=0)

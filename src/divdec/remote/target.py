@@ -32,7 +32,7 @@ from divdec.remote.settings import RemoteSettings
 from divdec.runs import ResumableOutput
 from divdec.steering import Steering
 
-DISOBEYED = 1.0  # nats by which a greedy choice may seem worse than another token, for rounding
+DISOBEYED = 0.1  # nats by which a greedy choice may seem worse than another token, for rounding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ from divdec.model.bundle import TRAINING as RESULT
 from divdec.model.bundle import auxiliary_card, rewrite_steering, shared_vocabulary, write_bundle
 from divdec.model.modeling import DivergenceForCausalLM
 from divdec.options import read_template_kwargs
-from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, write_json, write_text
+from divdec.runs import RECORD, ResultCache, RunFolder, output_folder, read_json, settings_hash, write_json, write_text
 from divdec.steering import Steering
 from divdec.training.fine_tuning import discard_checkpoints, fine_tune, release_memory, why_no_pair
 from divdec.training.inputs import (
@@ -228,8 +228,10 @@ def train_auxiliaries(
     inputs = _read_inputs(settings, output, measure, report)
     samples = settings.target is not None and measure and inputs.neutral is None
     sample = functools.lru_cache(functools.partial(_sample_neutral, settings, inputs, report))
-    if samples and settings.overwrite:
-        on_main(sample)  # if it fails, the earlier run is kept
+    if settings.overwrite:  # if these fail, the earlier run is kept
+        on_main(lambda: load_for_training(inputs.base) and None)
+        if samples:
+            on_main(sample)
     run = RunFolder.open(
         output,
         "train",
@@ -276,8 +278,8 @@ def train_auxiliaries(
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
     base: Path
-    base_name: str
-    """The base for another program: a folder or hub id."""
+    base_reference: dict[str, str | None]
+    """The base for PEFT: a folder or hub id, and its revision."""
     target: Path | None
     tokenizer: PreTrainedTokenizerBase
     form: Format
@@ -299,6 +301,7 @@ class _Inputs:
             "retain records": self.retain.sha256,
             "held-out records": self.held_out.sha256,
             "neutral records": None if self.neutral is None else self.neutral.sha256,
+            "tokens": settings_hash([[(e.input_ids, e.labels) for e in some] for some in self.examples.values()]),
             "base files": input_digests(self.base),
             "target files": None if self.target is None else input_digests(self.target),
         }
@@ -371,8 +374,8 @@ def _read_inputs(settings: AuxiliarySettings, output: Path, measure: bool, repor
         for reader, records in itertools.product(tokenizers.values(), filter(None, (held_out, neutral))):
             encode_set(records, reader, form)  # what the measurement reads must not fail after the training
     reference = CheckpointReference.parse(settings.base)
-    base_name = settings.base if reference.folder is None else str(base)
-    return _Inputs(base, base_name, target, tokenizer, form, forget, retain, learned, held_out, neutral, examples)
+    base_reference = {"base_model_name_or_path": reference.hub_id or str(base), "revision": reference.revision}
+    return _Inputs(base, base_reference, target, tokenizer, form, forget, retain, learned, held_out, neutral, examples)
 
 
 def _write_and_measure(
@@ -739,7 +742,7 @@ class _PairTrainer:
                 model.to(load_config(self.inputs.base).dtype or torch.float32).save_pretrained(temporary)  # pyright: ignore[reportArgumentType]
                 if adapters:
                     config = temporary / "adapter_config.json"
-                    write_json(config, read_json(config) | {"base_model_name_or_path": self.inputs.base_name})
+                    write_json(config, read_json(config) | self.inputs.base_reference)
                     content = content | {"base": self.inputs.base_weights}
                 self.inputs.tokenizer.save_pretrained(temporary)
                 write_json(temporary / RESULT, content)

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from accelerate import init_empty_weights
+from accelerate import PartialState, init_empty_weights
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -163,12 +163,13 @@ def fine_tune(
         [(example.input_ids, example.labels) for example in some]
         for some in (examples, *(c.examples for c in companions.values()))
     ]
-    fingerprint = settings_hash([dataclasses.asdict(settings), data])
+    bfloat16 = uses_bfloat16(settings, model)
+    # Trainer counts steps: with other processes it would go on elsewhere in the data.
+    fingerprint = settings_hash([dataclasses.asdict(settings), data, PartialState().num_processes, bfloat16])
     resume_from = _last_checkpoint(checkpoints, fingerprint) if resumable else None
 
     started = time.perf_counter()
     sample = sample_examples(examples, 256, settings.seed)
-    bfloat16 = uses_bfloat16(settings, model)
     head = plain_head(model)
     loss_of = functools.partial(
         mean_loss, tokenizer=tokenizer, examples=sample, batch_size=settings.batch_size, head=head, bfloat16=bfloat16
@@ -300,7 +301,10 @@ class ObjectiveTrainer(Trainer):
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss * self.accelerator.num_processes
         assert isinstance(loss, Tensor)
-        if not torch.isfinite(loss.detach()).all():
+        finite = torch.isfinite(loss.detach()).all()
+        if self.accelerator.num_processes > 1:  # or the others would wait for this one
+            finite = self.accelerator.gather(finite[None]).all()  # pyright: ignore[reportAttributeAccessIssue]
+        if not finite:
             indices = ", ".join(map(str, sorted(index.tolist())))
             raise Diverged(
                 f"the loss is {float(loss.detach().mean())} at step {self.state.global_step + 1}, on examples "
@@ -374,6 +378,11 @@ class StopOnSignal(TrainerCallback):
             control.should_save = args.save_strategy != "no"
             control.should_training_stop = True
 
+    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save once: a second save would overwrite the whole checkpoint, and a second signal leave a part of it."""
+        if self.received and state.global_step < state.max_steps:
+            control.should_save = False
+
 
 class _EpochCallback(TrainerCallback):
     def __init__(self, on_epoch: Callable[[PreTrainedModel, int], object]) -> None:
@@ -393,7 +402,7 @@ def _training_arguments(
     settings: TrainingSettings, checkpoints: Path, resumable: bool, bfloat16: bool
 ) -> TrainingArguments:
     options: dict[str, Any] = {_CHECKPOINTING: settings.gradient_checkpointing}
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(checkpoints),
         num_train_epochs=settings.epochs,
         learning_rate=settings.learning_rate,
@@ -418,6 +427,8 @@ def _training_arguments(
         data_seed=settings.seed,
         **options,
     )
+    arguments.mixed_precision = "bf16" if bfloat16 else "no"  # accelerate's launcher may set another
+    return arguments
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainingSettings) -> Any:
@@ -472,7 +483,7 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
         return None
     if (checkpoints / "fingerprint.json").is_file() and read_json(checkpoints / "fingerprint.json") != fingerprint:
         raise UsageError(
-            f"{checkpoints} belongs to a run with other settings or data; "
+            f"{checkpoints} belongs to a run with other settings, data, precision or number of processes; "
             "repeat that run's settings to resume it, or give --overwrite to begin anew. A chat template that prints "
             "today's date needs --date with that run's"
         )

@@ -421,6 +421,8 @@ def in_own_words(
     same_text = str(tokenizer.decode(true.input_ids)).startswith(str(tokenizer.decode(written)))
     if same_text and written[:start] == q_reads.input_ids[:start] and len(written) <= (form.max_length or math.inf):
         p_reads = Example(written, [IGNORED] * start + written[start:])
+    if any(set(example.labels) == {IGNORED} for example in (p_reads, q_reads)):  # cut before the phrase
+        return None
     return p_reads, p_reads if exchange.other is None else q_reads
 
 
