@@ -38,9 +38,7 @@ def test_parameter_count_matches_real_model(name):
 
 def test_tied_embeddings_are_counted_once():
     tied, apart = (measure_size(CONFIGS[name], name) for name in ("llama, tied", "llama"))
-    assert tied.embeddings == 128 * 64
-    assert apart.embeddings == 2 * 128 * 64
-    assert tied.parameters - tied.embeddings == apart.parameters - apart.embeddings
+    assert apart.parameters - tied.parameters == 128 * 64
 
 
 def test_llama_3_8b_size_matches_published_numbers():

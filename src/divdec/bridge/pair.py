@@ -42,7 +42,7 @@ class BridgedPair(Experts, nn.Module):
         target_width: number of the target's logits.
 
     Attributes:
-        map: the vocabulary map within a text.
+        source: for each of the target's tokens the auxiliary one that its difference is read from, within a text.
 
     Raises:
         UsageError: the auxiliaries are the same model, or a tokenizer does not fit or does not say which bytes its

@@ -60,8 +60,6 @@ class ModelSize:
     name: str
     parameters: int
     """All parameters; tied embeddings count once."""
-    embeddings: int = 0
-    """Parameters of the input embedding and the output layer, part of `parameters`; 0 for a bare number."""
     mixture: bool = False
     """Whether a token passes through a part of the parameters only, a mixture of experts."""
 
@@ -99,14 +97,9 @@ def measure_size(config: PreTrainedConfig, label: str, name: str = "model") -> M
             f"{name} {label} gives no causal language model ({first_line(error)}); accepted: a number such as 8B, "
             "or the folder of a causal language model's config.json"
         ) from None
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    table = first.weight.numel()
-    tied = last is not None and last.weight is first.weight
-    head = 0 if last is None or tied else last.weight.numel()
     return ModelSize(
         name=label,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        embeddings=table + head,
         mixture=number_of_experts(config.get_text_config(decoder=True)) > 0,
     )
 
