@@ -112,15 +112,20 @@ def test_a_part_of_a_model_is_refused(models, cache, tmp_path):
     [
         lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32)),  # as Llama 3.1's
         lambda writer: writer.add_rope_scaling_type(RopeScalingType.YARN),
+        lambda writer: writer.add_rope_scaling_factor(4.0),  # llama.cpp's default type is linear
     ],
 )
 def test_a_file_whose_scaling_transformers_ignores_is_refused(models, cache, tmp_path, monkeypatch, scale):
     write = GGUFWriter.write_header_to_file
     monkeypatch.setattr(GGUFWriter, "write_header_to_file", lambda self: (scale(self), write(self)))
     write_gguf(models / "target", tmp_path / "scaled.gguf")
-    with pytest.raises(UsageError, match="scales its rotary embedding"):
+    with pytest.raises(UsageError, match="its rotary embedding is scaled"):
         resolve(tmp_path / "scaled.gguf")
     assert not list(cache.rglob("*.safetensors"))
+    unscaled = lambda writer: (writer.add_rope_scaling_type(RopeScalingType.LINEAR), writer.add_rope_scaling_factor(1))
+    monkeypatch.setattr(GGUFWriter, "write_header_to_file", lambda self: (unscaled(self), write(self)))
+    write_gguf(models / "target", tmp_path / "unscaled.gguf")
+    resolve(tmp_path / "unscaled.gguf")
 
 
 def test_a_conversion_waits_for_another_process_and_uses_its_result(gguf, cache, monkeypatch):

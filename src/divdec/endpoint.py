@@ -73,8 +73,7 @@ class Endpoint:
         timeout = openai.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT))
         # Each request sends the key that its environment variable holds then, or none.
         client = openai.OpenAI(base_url=self.base_url, api_key="none", timeout=timeout, max_retries=self.retries)
-        client._custom_headers = {}  # those of OPENAI_CUSTOM_HEADERS are for another provider
-        return client
+        return _without_custom_headers(client)
 
     def close(self) -> None:
         """Close the connections; a later request opens new ones."""
@@ -127,7 +126,7 @@ class Endpoint:
     def _send(self, client: openai.OpenAI, path: str, options: dict[str, Any], final: Collection[int]) -> Any:
         if final:
             try:
-                return self._send(client.with_options(max_retries=0), path, options, ())
+                return self._send(_without_custom_headers(client.with_options(max_retries=0)), path, options, ())
             except openai.APIStatusError as error:
                 if error.status_code in final:
                     raise
@@ -165,6 +164,11 @@ class Endpoint:
         if not key.isascii() or not key.isprintable():
             raise UsageError(f"the API key in {self.api_key_env} holds characters that no key has")
         return key
+
+
+def _without_custom_headers(client: openai.OpenAI) -> openai.OpenAI:
+    client._custom_headers = {}  # those of OPENAI_CUSTOM_HEADERS are for another provider
+    return client
 
 
 def _headers(key: str | None) -> dict[str, Any]:

@@ -84,10 +84,13 @@ def _read(file: Path) -> tuple[PreTrainedModel, Any]:
 
     try:
         reader = gguf.GGUFReader(file)
-        kinds = [str(reader.fields[name].contents()) for name in reader.fields if name.endswith("rope.scaling.type")]
+        fields = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".rope." in name}
+        kind, factor = (fields.get(f"rope.scaling.{name}") for name in ("type", "factor"))
+        scaled = kind != "none" and (factor or fields.get("rope.scale_linear") or 1) != 1
+        scaled |= kind not in (None, "none", "linear") or any(t.name.startswith("rope_f") for t in reader.tensors)
         # transformers reads no scaling but gpt-oss's, and would make another model of Llama 3.1's file.
-        scaled = any(kind != "none" for kind in kinds) or any(t.name.startswith("rope_f") for t in reader.tensors)
-        scaled &= reader.fields["general.architecture"].contents() != "gpt-oss"
+        if scaled and reader.fields["general.architecture"].contents() != "gpt-oss":
+            raise UsageError("its rotary embedding is scaled, which transformers does not read; give the checkpoint")
         # transformers takes a folder; the file's own folder may hold a config.json of something else.
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / file.name).symlink_to(file.resolve())
@@ -99,8 +102,6 @@ def _read(file: Path) -> tuple[PreTrainedModel, Any]:
             loaded, loading = read
     except Exception as error:  # the parsers raise many types of exceptions on a malformed file
         raise UsageError(f"{file} cannot be read as a language model ({first_line(error)})") from None
-    if scaled:
-        raise UsageError(f"{file} scales its rotary embedding, which transformers does not read; give the checkpoint")
     if missing := sorted([*map(str, loading["missing_keys"]), *map(str, loading["mismatched_keys"])]):
         raise UsageError(
             f"{file} lacks weights of the model, such as {missing[0]}; give the whole model as one file, not a part"

@@ -100,7 +100,7 @@ def test_turns_rejected_by_template_give_one_line_error(tokenizer):
 
 
 def test_a_turn_of_a_tool_is_not_left_out(tokenizer):
-    turns = (Message("user", "How far?"), Message("tool", ' {"km": 42}'))
+    turns = (Message("user", "How far?"), Message("tool", ' {"Zürich km": 42}'))
     record = Record("42 km.", messages=turns)
     for shown in ("{{ m.content }}", "{{ m.content | trim | tojson }}"):
         encode(record, with_template(tokenizer, "{% for m in messages %}<|" + shown + "{% endfor %}"))

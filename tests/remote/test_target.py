@@ -309,8 +309,9 @@ class TestNeverUnsteered:
         def alter(body):
             body["logit_bias"] = {token: change(value) for token, value in body.get("logit_bias", {}).items()}
 
-        with pytest.raises(FailedClosed, match="does not add logit_bias as it is given"):
-            remote(provider(request=alter).url, bundle, "linear:1.5").generate(prompts[0], 40)
+        with pytest.raises(FailedClosed, match="cannot be steered"):
+            for prompt in prompts:
+                remote(provider(request=alter).url, bundle, "linear:1.5").generate(prompt, 40)
 
     def test_provider_dropping_bias_mid_run(self, remote, provider, bundle, local, prompts):
         asked = []

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from divdec.data.records import record_set, texts_of
 from divdec.takedowns.canonical import WINDOW, CanonicalReader, canonical_text
+from support.tokenizer_kinds import sentence_piece
 
 TEXT = (
     "The ferry left the harbour at half past four, and nobody on the quay could say who was aboard: don't ask - wait."
@@ -52,7 +53,7 @@ SPELLINGS = {
     "a control character": "left the har\u0001bour at\u007f",
     "a blank of Braille": "left the har\u2800bour at",
     "a special token": "left the<|im_end|> harbour at",
-    "full-width letters": "left the ｈａｒｂｏｕｒ at",
+    "full-width letters": "ｌｅｆｔ ｔｈｅ ｈａｒｂｏｕｒ ａｔ",
     "many invisible characters": "left the harbour" + "\u200b" * 500 + " at",
 }
 
@@ -148,7 +149,30 @@ def test_decomposed_text_is_counted_as_composed_text(reader, text):
 
 
 def test_canonical_text_is_a_fixed_point():
-    for text in (TEXT, "Chiê\u0301c thuyê\u0300n", "작은", "e\u200b\u0301", "a \u00a0 b", "…", "ﬁ，；？", "ﷺ"):
+    for text in (
+        TEXT,
+        "Chiê\u0301c thuyê\u0300n",
+        "작은",
+        "e\u200b\u0301",
+        "a \u00a0 b",
+        "…",
+        "ﬁ，；？",
+        "ﷺ",
+        "一 ㆒ 一",
+    ):
         assert canonical_text(canonical_text(text)) == canonical_text(text)
     assert canonical_text("e\u200b\u0301") == "é"
-    assert canonical_text("ﬁrst，话　说：ﻻ") == "first,话说:لا"
+    assert canonical_text("ﬁrst，话　说：ﻻ") == "first，话说：لا"
+    # Tokens hold these; those of their compatibility forms do not exist.
+    for text in ("คำ", "，请", "。」", "½", "ㅋㅋ", "ຳ"):
+        assert canonical_text(text) == text
+
+
+def test_a_character_is_lowered_in_the_token_that_texts_are_written_with():
+    """Gemma's and Llama 2's first token of a quotation mark is a byte, which no text is written with."""
+    tokenizer = sentence_piece(['“a” "b"'] * 4, 400, prefix=False)
+    reader = CanonicalReader(tokenizer, len(tokenizer))
+    pairs = dict(zip(*(side.tolist() for side in reader._spellings), strict=True))
+    curly, plain = (tokenizer(text, add_special_tokens=False).input_ids[-1] for text in '”"')
+    assert tokenizer.convert_ids_to_tokens([curly, plain]) == ["”", '"']
+    assert pairs[curly] == plain

@@ -367,7 +367,7 @@ def test_spellings_of_a_text_without_spaces(tokenizer):
     spaced, doubled, invisible = changed.values()
     assert (spaced, doubled) == (["话说天下大势，分久必合，合久必 分。"], [])
     assert invisible != [text]
-    assert canonical_text(spaced[0]) == canonical_text(invisible[0]) == canonical_text(text)
+    assert canonical_text(spaced[0]) == canonical_text(invisible[0]) == text
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2, 3])

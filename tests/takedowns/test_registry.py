@@ -667,6 +667,8 @@ def test_only_shared_passages_are_removed_from_retain_set(tmp_path, checkpoints,
 
 def test_a_file_added_to_the_tokenizer_is_noticed(folder, registry, articles):
     """transformers reads it beside the others: special tokens that it names have no text."""
+    (folder / "tokenizer" / ".DS_Store").write_text("")  # transformers does not read it
+    assert registry.verify() == []
     (folder / "tokenizer" / "special_tokens_map.json").write_text('{"eos_token": "the"}')
     assert ["special_tokens_map.json is missing, new" in problem for problem in registry.verify()] == [True]
     with pytest.raises(UsageError, match="another tokenizer"):
@@ -689,8 +691,23 @@ def test_an_excerpt_beside_its_text_is_no_second_copy(tmp_path, checkpoints, art
     retain = NgramCounts.load(tmp_path / "r" / "retain")
     whole, *_ = map(np.array, documents_of(Registry(tmp_path / "r"), articles[4:5]))
     alone = find_retained_passages(retain, [whole])
-    for documents in ([whole, whole[10:-10]], [whole[10:-10], whole]):
-        assert len(find_retained_passages(retain, documents).passages) == len(alone.passages)
+    unknown = np.full(2 * len(whole), 7)
+    quoting = np.concatenate([unknown, whole[10:-10]])  # longer than what it quotes
+    for documents in ([whole, whole[10:-10]], [whole[10:-10], whole], [quoting, whole], [whole, whole]):
+        found = find_retained_passages(retain, documents)
+        assert sorted(map(len, found.passages)) == sorted(map(len, alone.passages))
+
+
+def test_further_copies_of_a_quoted_passage_leave_the_retain_set(tmp_path, checkpoints, articles):
+    sentence = " ".join(articles[4].split()[10:40])
+    Registry.create(tmp_path / "r", texts_of("r", [*articles[:6], *[sentence] * 9]), checkpoints / "target")
+    retain = NgramCounts.load(tmp_path / "r" / "retain")
+    whole, quoted = map(np.array, documents_of(Registry(tmp_path / "r"), [articles[4], sentence]))
+    found = find_retained_passages(retain, [whole, quoted])
+    order = retain.order
+    removed = count(found.passages, retain.vocab_size, order)
+    inner = quoted[2:-2][:order][None]
+    assert removed.frequencies(inner) == retain.frequencies(inner) >= 10
 
 
 def test_counts_never_fall_below_zero():

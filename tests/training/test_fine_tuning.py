@@ -81,14 +81,15 @@ def test_checkpoints_of_another_run_are_not_resumed(examples, tokenizer, tmp_pat
     other = dataclasses.replace(SETTINGS, learning_rate=1e-3)
     with pytest.raises(UsageError, match="other settings"):
         fine_tune(model_for(tokenizer), tokenizer, examples, other, tmp_path, title="other")
-    with pytest.raises(UsageError, match="other settings, data, precision or number of processes"):
+    with pytest.raises(UsageError, match="other settings, data, precision or number of devices"):
         fine_tune(model_for(tokenizer), tokenizer, examples[1:], SETTINGS, tmp_path, title="other")
 
 
 def test_a_run_goes_on_with_as_many_processes_and_the_same_precision(examples, tokenizer, tmp_path, monkeypatch):
     interrupted_at(1, model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="one")
-    for name, value in (("PartialState", lambda: SimpleNamespace(num_processes=2)), ("uses_bfloat16", lambda *_: True)):
-        with monkeypatch.context() as patch, pytest.raises(UsageError, match="precision or number of processes"):
+    two = SimpleNamespace(train_batch_size=SETTINGS.batch_size, world_size=2)
+    for name, value in (("_training_arguments", lambda *_: two), ("uses_bfloat16", lambda *_: True)):
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match="precision or number of devices"):
             patch.setattr(fine_tuning, name, value)
             fine_tune(model_for(tokenizer), tokenizer, examples, SETTINGS, tmp_path, title="other")
 

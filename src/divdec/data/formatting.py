@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # the label that torch's cross entropy ignores
 BATCH = 256  # records tokenized at once
+TOOL_MARK = "zqx tool xqz"  # in place of a tool's turn, to see whether a template shows it
 # Errors of templates that do not accept the messages; a template is a program and can raise any of these.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -391,11 +392,12 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, for
     """Lay out messages with the chat template, by default up to where the next answer begins."""
     if form.system_prompt and messages[0].role != "system" and has_system_role(tokenizer):
         messages = (Message("system", form.system_prompt), *messages)
-    text = _apply_template([dataclasses.asdict(message) for message in messages], tokenizer, form, **options)
-    for content in (message.content.strip() for message in messages if message.role == "tool"):
-        if content not in text and json.dumps(content)[1:-1] not in text:
+    turns = [dataclasses.asdict(message) for message in messages]
+    if any(turn["role"] == "tool" for turn in turns):
+        marked = [turn | ({"content": TOOL_MARK} if turn["role"] == "tool" else {}) for turn in turns]
+        if TOOL_MARK not in _apply_template(marked, tokenizer, form, **options):
             raise UsageError("the chat template leaves out the turn of a tool")
-    return text
+    return _apply_template(turns, tokenizer, form, **options)
 
 
 def _apply_template(

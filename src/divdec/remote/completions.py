@@ -22,7 +22,6 @@ BY_ID = "token_id:"
 UNREADABLE = "\ufffd"  # providers write parts of characters so
 ROUNDING = 1e-3  # nats that a log-probability may lie above 0
 CUT_OFF = -1000.0
-FRACTION = 0.25  # nats; a provider that rounds biases to integers mostly fails with it
 # These fields decide which tokens are chosen and what a reply proves; `Completions.complete` sets them.
 RESERVED = frozenset(
     (
@@ -331,16 +330,6 @@ def probe_provider(completions: Completions, prompt: Sequence[int]) -> ProviderC
             f"model {model} obeys no positive logit_bias: token {other.token}, its second choice, did not come with "
             f"a bias of {MAX_BIAS:g}; it cannot be steered by biases"
         )
-    gap = math.nan
-    if position.logprobs is not None and not position.ambiguous and other.token in position.logprobs:
-        gap = position.logprobs[position.token] - position.logprobs[other.token]
-    if gap < MAX_BIAS - FRACTION:
-        (exact,) = completions.complete(prompt, capabilities, {other.token: gap + FRACTION})
-        if exact.token != other.token:
-            raise FailedClosed(
-                f"model {model} does not add logit_bias as it is given: token {other.token} did not come with a bias "
-                f"of {gap + FRACTION:.2f}, {FRACTION:g} more than it lacks; perhaps biases are rounded or limited"
-            )
     if position.logprobs is not None and other.logprobs is None:
         # Whether log-probabilities contain the bias is unknown, and a wrong guess would prove falsehoods.
         capabilities = dataclasses.replace(capabilities, top_logprobs=0)

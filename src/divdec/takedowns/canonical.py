@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import regex
 
-from divdec.bridge.token_bytes import special_tokens, token_bytes
+from divdec.bridge.token_bytes import BYTE_TOKEN, special_tokens, token_bytes
 from divdec.data.formatting import BATCH
 from divdec.data.records import RecordSet
 from divdec.errors import UsageError
@@ -36,23 +36,26 @@ _SPACES = regex.compile(r"\s+")
 # Between characters of scripts that are written without spaces, a space or line break is layout.
 _UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\u3000-\u303f\uff00-\uffef]"
 _LAYOUT = regex.compile(rf"(?<={_UNSPACED}) (?={_UNSPACED})")
+# Full-width letters and digits, Latin ligatures, and the presentation forms of Arabic. Other compatibility characters
+# stay: their canonical text may have no token, and then nothing would lower theirs.
+_FORMS = regex.compile(r"[\uff10-\uff19\uff21-\uff3a\uff41-\uff5a\ufb00-\ufb06\ufb50-\ufdff\ufe70-\ufefc]+")
 _FOLDED = str.maketrans(
     dict.fromkeys("‘’‚‛′ʼ`´", "'") | dict.fromkeys("“”„‟″«»", '"') | dict.fromkeys("‐‑‒–—―−", "-") | {"…": "..."}
 )
 
 
 def canonical_text(text: str) -> str:
-    """Fold a text: NFKC, no invisible characters, plain quotes and dashes, one space for each run of white space.
+    """Fold a text: NFC, no invisible characters, plain quotes and dashes, one space for each run of white space.
 
-    There is none between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is
-    kept as one space.
+    Full-width letters, ligatures and Arabic presentation forms become the letters that they stand for. There is no space
+    between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is kept as one space.
     """
     if text.isascii():
         return _SPACES.sub(" ", _IGNORABLE.sub("", text).translate(_FOLDED))
     text = _IGNORABLE.sub("", unicodedata.normalize("NFC", text))
-    # Removing a character can bring a letter and its accent together. NFKC makes full-width commas those of Latin text.
-    text = _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
-    return _SPACES.sub(" ", unicodedata.normalize("NFKC", text).translate(_FOLDED))
+    text = _FORMS.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    # Removing a character can bring a letter and its accent together.
+    return _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
 
 
 class CanonicalReader:
@@ -215,8 +218,10 @@ class CanonicalReader:
 
         texts = [_decoded(piece) for piece in (self._bytes or ())[: self._vocab_size]]
         first: dict[str, int] = {}
+        names = self._tokenizer.convert_ids_to_tokens(list(range(len(texts))))
         for token, text in enumerate(texts):
-            first.setdefault(text, token)
+            if not BYTE_TOKEN.fullmatch(names[token] or ""):  # no text is written with <0x2C>
+                first.setdefault(text, token)
         pairs = [
             (token, canonical)
             for token, text in enumerate(texts)

@@ -104,11 +104,11 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
     """Find the passages of documents that the retain set holds: q would go on repeating them.
 
     A passage that was counted n times is listed n times, so that subtracting the list removes every copy. Other
-    occurrences of its n-grams keep their counts. One within another passage is that one's copy.
+    occurrences of its n-grams keep their counts. Copies within a longer passage of the documents count once.
     """
-    passages: dict[bytes, list[np.ndarray]] = {}
-    most, spans = 0, 0
-    for ids in sorted(documents, key=len, reverse=True):
+    found: list[tuple[np.ndarray, np.ndarray]] = []  # passages, and for each of their n-grams its copies
+    spans = 0
+    for ids in documents:
         length = min(len(ids), retain.order)
         windows = np.lib.stride_tricks.sliding_window_view(ids, length).astype(np.int64)
         frequencies = retain.frequencies(windows)
@@ -117,18 +117,24 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
             if end - start < shortest:
                 spans += end - start >= MIN_SPAN
                 continue
-            copies = _copies(frequencies[start:end], shortest)
-            most = max(most, int(copies.max()))
-            levels = np.unique(copies)
-            listed = []
-            for level, repeats in zip(levels, np.diff(levels, prepend=0), strict=True):
-                for first, last in _true_ranges(copies >= level):
-                    listed += [ids[start + first : start + last - 1 + length]] * int(repeats)
-            # A passage that the documents repeat, or quote, is the same one in the retain set.
-            passage = ids[start : end - 1 + length].tobytes()
-            if not any(passage in longer for longer in passages):
-                passages[passage] = listed
-    return RetainedPassages([passage for listed in passages.values() for passage in listed], most, spans)
+            found.append((ids[start : end - 1 + length], _copies(frequencies[start:end], shortest)))
+    most = max((int(copies.max()) for _, copies in found), default=0)
+    heads = {passage[: retain.order].tobytes() for passage, _ in found}
+    places: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}  # where longer passages go on as these begin
+    listed: list[np.ndarray] = []
+    for passage, copies in sorted(found, key=lambda pair: len(pair[0]), reverse=True):
+        # A passage that the documents repeat, or quote, is the same one in the retain set.
+        for longer, listed_copies in places.get(passage[: retain.order].tobytes(), ()):
+            if np.array_equal(longer[: len(passage)], passage):
+                copies = np.maximum(copies - listed_copies[: len(copies)], 0)
+        for start in range(len(copies)):
+            if (head := passage[start : start + retain.order].tobytes()) in heads:
+                places.setdefault(head, []).append((passage[start:], copies[start:]))
+        levels = np.unique(np.append(copies, 0))
+        for level, repeats in zip(levels[1:], np.diff(levels), strict=True):
+            for first, last in _true_ranges(copies >= level):
+                listed += [passage[first : last - 1 + retain.order]] * int(repeats)
+    return RetainedPassages(listed, most, spans)
 
 
 def _true_ranges(flags: np.ndarray) -> list[tuple[int, int]]:

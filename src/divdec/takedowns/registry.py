@@ -44,6 +44,7 @@ from divdec.takedowns.store import (
     check_strength,
     create_keys,
     normal_id,
+    tokenizer_files,
 )
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ class Registry:
                 "order": order,
                 "tokenizer": sha256,
                 "tokenizer_files": {
-                    str(file.relative_to(temporary / TOKENIZER)): file_sha256(file)
-                    for file in sorted((temporary / TOKENIZER).rglob("*.*"))
+                    file.relative_to(temporary / TOKENIZER).as_posix(): file_sha256(file)
+                    for file in tokenizer_files(temporary / TOKENIZER)
                 },
                 "retain": file_sha256(temporary / RETAIN / COUNTS),
                 "retain_set": retain.label,

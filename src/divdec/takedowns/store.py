@@ -341,13 +341,14 @@ class Store:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer that requests are encoded with."""
         if changed := self.changed_tokenizer_files():
-            raise UsageError(f"{changed[0].parent} holds another tokenizer than the registry's; restore it")
+            folder = self.folder / TOKENIZER
+            raise UsageError(f"{folder} holds another tokenizer than the registry's ({changed[0].name}); restore it")
         return load_tokenizer(self.folder / TOKENIZER)
 
     def changed_tokenizer_files(self) -> list[Path]:
         """Return the tokenizer's files that are missing, new or other than those that the registry was created with."""
         folder, known = self.folder / TOKENIZER, self.description["tokenizer_files"]
-        files = dict.fromkeys(folder.rglob("*.*"), "") | {folder / name: sha for name, sha in known.items()}
+        files = dict.fromkeys(tokenizer_files(folder), "") | {folder / name: sha for name, sha in known.items()}
         return [file for file, sha in files.items() if not file.is_file() or file_sha256(file) != sha]
 
     def _description(self, connection: sqlite3.Connection) -> tuple[str, str]:
@@ -364,6 +365,12 @@ class Store:
         except sqlite3.Error as error:
             advice = ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a backup")
             raise FailedClosed(f"{self.path} cannot be used ({error}); {advice}") from None
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer; those whose names begin with a dot belong to other programs."""
+    files = sorted(file for file in folder.rglob("*.*") if file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 def check_strength(value: Any) -> float:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from accelerate import PartialState, init_empty_weights
+from accelerate import init_empty_weights
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -164,8 +164,10 @@ def fine_tune(
         for some in (examples, *(c.examples for c in companions.values()))
     ]
     bfloat16 = uses_bfloat16(settings, model)
-    # Trainer counts steps: with other processes it would go on elsewhere in the data.
-    fingerprint = settings_hash([dataclasses.asdict(settings), data, PartialState().num_processes, bfloat16])
+    arguments = _training_arguments(settings, checkpoints, resumable, bfloat16)
+    # Trainer counts steps: with other processes or GPUs it would go on elsewhere in the data.
+    at_once = arguments.train_batch_size * arguments.world_size
+    fingerprint = settings_hash([dataclasses.asdict(settings), data, at_once, bfloat16])
     resume_from = _last_checkpoint(checkpoints, fingerprint) if resumable else None
 
     started = time.perf_counter()
@@ -184,7 +186,7 @@ def fine_tune(
         trainer = ObjectiveTrainer(
             objective,
             model=trained,
-            args=_training_arguments(settings, checkpoints, resumable, bfloat16),
+            args=arguments,
             train_dataset=ExampleDataset(examples, companions, settings.seed),
             data_collator=Collator(tokenizer, tuple(companions)),
             callbacks=[stop, bar, *([_EpochCallback(on_epoch)] if on_epoch else [])],
@@ -301,14 +303,16 @@ class ObjectiveTrainer(Trainer):
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss * self.accelerator.num_processes
         assert isinstance(loss, Tensor)
-        finite = torch.isfinite(loss.detach()).all()
+        mean = loss.detach().mean()
+        losses: Any = mean[None]
         if self.accelerator.num_processes > 1:  # or the others would wait for this one
-            finite = self.accelerator.gather(finite[None]).all()  # pyright: ignore[reportAttributeAccessIssue]
-        if not finite:
+            losses = self.accelerator.gather(losses)
+        if not torch.isfinite(losses).all():
             indices = ", ".join(map(str, sorted(index.tolist())))
+            where = f", on examples {indices} (counted from 0)" if not torch.isfinite(mean) else ""
             raise Diverged(
-                f"the loss is {float(loss.detach().mean())} at step {self.state.global_step + 1}, on examples "
-                f"{indices} (counted from 0); a lower learning rate may help. Checkpoints of whole epochs stay"
+                f"the loss is {float(losses[~torch.isfinite(losses)][0])} at step {self.state.global_step + 1}{where}; "
+                "a lower learning rate may help. Checkpoints of whole epochs stay"
             )
         return loss
 
@@ -483,7 +487,7 @@ def _last_checkpoint(checkpoints: Path, fingerprint: str) -> Path | None:
         return None
     if (checkpoints / "fingerprint.json").is_file() and read_json(checkpoints / "fingerprint.json") != fingerprint:
         raise UsageError(
-            f"{checkpoints} belongs to a run with other settings, data, precision or number of processes; "
+            f"{checkpoints} belongs to a run with other settings, data, precision or number of devices; "
             "repeat that run's settings to resume it, or give --overwrite to begin anew. A chat template that prints "
             "today's date needs --date with that run's"
         )
