@@ -340,9 +340,8 @@ def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, fo
     whole = []
     for ids in _tokens([_text(record, tokenizer, form, answered=True) for record in records], tokenizer):
         # Some templates write a line break after the end token, such as Gemma's <end_of_turn>; no model generates it.
-        last = next((index for index in reversed(range(len(ids))) if ids[index] in special), None)
-        ended = last is not None and not str(tokenizer.decode(ids[last + 1 :])).strip()
-        whole.append(ids[: last + 1] if ended else ids + ends)
+        stop = next((index + 1 for index in reversed(range(len(ids))) if ids[index] in special), 0)
+        whole.append(ids[:stop] if stop and not str(tokenizer.decode(ids[stop:])).strip() else ids + ends)
     return whole
 
 

@@ -47,8 +47,9 @@ _FOLDED = str.maketrans(
 def canonical_text(text: str) -> str:
     """Fold a text: NFC, no invisible characters, plain quotes and dashes, one space for each run of white space.
 
-    Full-width letters, ligatures and Arabic presentation forms become the letters that they stand for. There is no space
-    between characters of scripts without spaces, such as Chinese and Thai. White space at both ends is kept as one space.
+    Full-width letters, ligatures and Arabic presentation forms become the letters that they stand for. Between
+    characters of scripts without spaces, such as Chinese and Thai, there is no space. White space at both ends is kept
+    as one space.
     """
     if text.isascii():
         return _SPACES.sub(" ", _IGNORABLE.sub("", text).translate(_FOLDED))
