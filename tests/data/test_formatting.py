@@ -109,14 +109,14 @@ def test_a_turn_of_a_tool_is_not_left_out(tokenizer):
         encode(record, silent)
 
 
-def test_an_answer_ends_with_the_token_that_the_template_writes(tokenizer):
+def test_the_line_break_after_the_token_that_ends_a_turn_is_not_learned(tokenizer):
     """Gemma's turns end with <end_of_turn> and a line break, not with the end token."""
     other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
     other.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end_of_turn>\n{% endfor %}"
     labelled = [label for label in encode(QUESTION, other).labels if label != IGNORED]
-    assert other.decode(labelled[-1:]) == "<end_of_turn>"
-    assert other.decode(labelled).strip().removesuffix("<end_of_turn>").endswith(QUESTION.answer)
+    assert other.convert_ids_to_tokens(labelled[-2:]) == ["<end_of_turn>", other.eos_token]
+    assert other.decode(labelled[:-2]).endswith(QUESTION.answer)
 
 
 THINKING = (

@@ -341,7 +341,8 @@ def _whole_ids(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, fo
     for ids in _tokens([_text(record, tokenizer, form, answered=True) for record in records], tokenizer):
         # Some templates write a line break after the end token, such as Gemma's <end_of_turn>; no model generates it.
         stop = next((index + 1 for index in reversed(range(len(ids))) if ids[index] in special), 0)
-        whole.append(ids[:stop] if stop and not str(tokenizer.decode(ids[stop:])).strip() else ids + ends)
+        ids = ids[:stop] if stop and not str(tokenizer.decode(ids[stop:])).strip() else ids
+        whole.append(ids if ids[-1:] == ends else ids + ends)  # generation may end with the end token alone
     return whole
 
 
