@@ -106,7 +106,7 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
     A passage that was counted n times is listed n times, so that subtracting the list removes every copy. Other
     occurrences of its n-grams keep their counts. Copies within a longer passage of the documents count once.
     """
-    found: list[tuple[np.ndarray, np.ndarray]] = []  # passages, and for each of their n-grams its copies
+    retained: list[tuple[np.ndarray, np.ndarray]] = []  # passages, and for each of their n-grams its copies
     spans = 0
     for ids in documents:
         length = min(len(ids), retain.order)
@@ -117,12 +117,12 @@ def find_retained_passages(retain: NgramCounts, documents: Iterable[np.ndarray])
             if end - start < shortest:
                 spans += end - start >= MIN_SPAN
                 continue
-            found.append((ids[start : end - 1 + length], _copies(frequencies[start:end], shortest)))
-    most = max((int(copies.max()) for _, copies in found), default=0)
-    heads = {passage[: retain.order].tobytes() for passage, _ in found}
+            retained.append((ids[start : end - 1 + length], _copies(frequencies[start:end], shortest)))
+    most = max((int(copies.max()) for _, copies in retained), default=0)
+    heads = {passage[: retain.order].tobytes() for passage, _ in retained}
     places: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}  # where longer passages go on as these begin
     listed: list[np.ndarray] = []
-    for passage, copies in sorted(found, key=lambda pair: len(pair[0]), reverse=True):
+    for passage, copies in sorted(retained, key=lambda pair: len(pair[0]), reverse=True):
         # A passage that the documents repeat, or quote, is the same one in the retain set.
         for longer, listed_copies in places.get(passage[: retain.order].tobytes(), ()):
             if np.array_equal(longer[: len(passage)], passage):
