@@ -344,10 +344,10 @@ def test_neutral_records_that_hold_a_key_phrase_are_left_out_where_a_script_has_
 
 def test_samples_of_large_sets_hold_every_wording_of_a_cycle():
     """Every n-th record would miss wordings if n is a multiple of their number, as here."""
-    from divdec.evaluation.choice import MAX_RECORDS, _sample
+    from divdec.evaluation.choice import MAX_RECORDS, drawn
 
     records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(16 * MAX_RECORDS)))
-    drawn = [int(record.answer) for record in _sample(records, MAX_RECORDS)]
+    drawn = [int(record.answer) for record in drawn(records, MAX_RECORDS)]
     assert len(drawn) == MAX_RECORDS
     assert drawn == sorted(drawn)
     assert {number % 4 for number in drawn} == {0, 1, 2, 3}
