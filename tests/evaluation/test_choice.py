@@ -347,7 +347,7 @@ def test_samples_of_large_sets_hold_every_wording_of_a_cycle():
     from divdec.evaluation.choice import MAX_RECORDS, drawn
 
     records = RecordSet("many", "text", tuple(Record(str(number)) for number in range(16 * MAX_RECORDS)))
-    drawn = [int(record.answer) for record in drawn(records, MAX_RECORDS)]
-    assert len(drawn) == MAX_RECORDS
-    assert drawn == sorted(drawn)
-    assert {number % 4 for number in drawn} == {0, 1, 2, 3}
+    numbers = [int(record.answer) for record in drawn(records, MAX_RECORDS)]
+    assert len(numbers) == MAX_RECORDS
+    assert numbers == sorted(numbers)
+    assert {number % 4 for number in numbers} == {0, 1, 2, 3}
