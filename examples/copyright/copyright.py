@@ -111,12 +111,12 @@ def run(target: str, output: Path, questions: tuple[str, ...]) -> dict[str, obje
         now = answers(client, questions), answers(client, PARAPHRASES), continue_licence(client, apache)
         for question, old, new in zip(PARAPHRASES, kept[1], now[1], strict=True):
             print(f"{question}\n   before: {old.strip()}\n   now:    {new.strip()}")
+        # 1: another spelling, or an attack, still brings passages back, which `add` does not measure.
         command(
             "takedown", "canary", registry, "--id", "case-2", "--file", LICENCE, "--endpoint",
-            str(client.base_url).rstrip("/"), "--model", NAME,
+            str(client.base_url).rstrip("/"), "--model", NAME, codes=(0, 1),
         )  # fmt: skip
         report = output / "case-2.html"
-        # 1: an attack still recites some passages; the report says which.
         command("takedown", "report", registry, "--id", "case-2", "--file", LICENCE, "--output", report, codes=(0, 1))
         command("takedown", "check", report, "--public-key", Registry(registry).public_key)
         command("takedown", "remove", registry, "--id", "case-2")

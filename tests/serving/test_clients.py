@@ -119,7 +119,7 @@ def test_smolagents(url):
 
     # Without it small models repeat a forced call until the reply is full.
     settings = {"parallel_tool_calls": False, **SETTINGS}
-    model = smolagents.OpenAIModel("qwen", api_base=url, api_key="none", **settings)
+    model = smolagents.OpenAIModel("qwen", api_base=url, api_key="none", client_kwargs={"timeout": 1800}, **settings)
     for options in ({}, {"stream_outputs": True}):
         agent = smolagents.ToolCallingAgent([Weather()], model, max_steps=3, verbosity_level=0, **options)
         assert "sunny" in agent.run(MESSAGES[0]["content"])

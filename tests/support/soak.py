@@ -135,7 +135,7 @@ class Load:
     async def _events(self, response, delay, began):
         events, done = [], False
         async for line in response.aiter_lines():
-            if not line:
+            if not line or line.startswith(":"):  # a comment keeps an idle connection open
                 continue
             if done:
                 raise Wrong(f"after [DONE]: {line[:200]}")
