@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from divdec.data.records import record_set, texts_of
-from divdec.takedowns.canonical import WINDOW, CanonicalReader, canonical_text
+from divdec.takedowns.canonical import WINDOW, CanonicalReader, canonical_text, lower_case
 from support.tokenizer_kinds import sentence_piece
 
 TEXT = (
@@ -176,3 +176,10 @@ def test_a_character_is_lowered_in_the_token_that_texts_are_written_with():
     curly, plain = (tokenizer(text, add_special_tokens=False).input_ids[-1] for text in '”"')
     assert tokenizer.convert_ids_to_tokens([curly, plain]) == ["”", '"']
     assert pairs[curly] == plain
+
+
+def test_lower_case_changes_no_text_that_is_in_lower_case():
+    """Their tokens are the ones that models write; "İ" has two characters in lower case, and "ß" in casefold."""
+    assert lower_case("İSTANBUL, STRASSE, Straße, ΟΔΟΣ, Москва") == "İstanbul, strasse, straße, οδοσ, москва"
+    for text in ("οδός", "straße", "i̇stanbul", "ǆ"):
+        assert lower_case(text) == text

@@ -364,8 +364,8 @@ def test_spellings_of_a_text_without_spaces(tokenizer):
         name: [tokenizer.decode(passage.prompt) for passage in respell([Passage(ids, ids)], tokenizer, name)]
         for name in SPELLINGS
     }
-    spaced, doubled, invisible = changed.values()
-    assert (spaced, doubled) == (["话说天下大势，分久必合，合久必 分。"], [])
+    lower, capitals, spaced, doubled, invisible = changed.values()
+    assert (lower, capitals, spaced, doubled) == ([], [], ["话说天下大势，分久必合，合久必 分。"], [])
     assert invisible != [text]
     assert canonical_text(spaced[0]) == canonical_text(invisible[0]) == text
 
@@ -532,7 +532,7 @@ def test_report_says_what_attacks_bring_back_and_shows_changes(registry, article
     assert content["request"]["file_sha256"] == hashlib.sha256(ARTICLE.encode()).hexdigest()
     assert [event["action"] for event in content["events"]][:2] == ["strength", "add"]
     attacks = {row["name"]: (row["before"], row["after"]) for row in content["attacks"]}
-    assert attacks.keys() == {"greedy", "sampled", "short prompt", "lower case", "asked in a chat", *SPELLINGS}
+    assert attacks.keys() == {"greedy", "sampled", "short prompt", "asked in a chat", *SPELLINGS}
     assert attacks["greedy"] == (5, 0)
     assert attacks["sampled"][0] >= 3
     assert content["recited"] == 0
@@ -642,10 +642,14 @@ def test_every_spelling_of_a_prompt_is_corrected_as_the_text(registry, article, 
         ]
         following = int(expected.argmin())
         assert expected[following] < -0.3 * STRENGTH
-        for spell in SPELLINGS.values():
+        for name, spell in SPELLINGS.items():
             spelled = tokenizer(spell(text[:end]), add_special_tokens=False).input_ids
             assert spelled != tokenizer(text[:end], add_special_tokens=False).input_ids
-            assert takedowns.correction(torch.tensor([spelled]))[0, -1, following] == expected[following]
+            correction = takedowns.correction(torch.tensor([spelled]))[0, -1, following]
+            if name in ("lower case", "capitals"):  # read in lower case alone
+                assert correction < expected[following] / 2
+            else:
+                assert correction == expected[following]
             compared += 1
         # After a space of its own, the word without a space is lowered as the word with one.
         bare = tokenizer.convert_tokens_to_ids(str(tokenizer.convert_ids_to_tokens(following)).removeprefix("Ġ"))
@@ -653,7 +657,7 @@ def test_every_spelling_of_a_prompt_is_corrected_as_the_text(registry, article, 
         spaced = tokenizer(text[:end], add_special_tokens=False).input_ids + space
         if bare not in (None, tokenizer.unk_token_id):
             assert takedowns.correction(torch.tensor([spaced]))[0, -1, bare] <= expected[following]
-    assert compared >= 9
+    assert compared >= 15
 
 
 QUESTIONS = (

@@ -27,7 +27,7 @@ from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, NgramCounts
 from divdec.experts.ngram_fit import count
 from divdec.model.loading import answer_digests
-from divdec.takedowns.canonical import canonical_text
+from divdec.takedowns.canonical import canonical_text, lower_case
 from divdec.takedowns.correction import TakedownCorrection
 from divdec.takedowns.counts import PackedCounts, find_retained_passages, sum_counts
 from divdec.takedowns.registry import STRENGTH, Registry
@@ -65,20 +65,32 @@ def documents_of(registry, texts):
     return [registry.tokenizer()(f" {text}", add_special_tokens=False)["input_ids"] for text in texts]
 
 
+def entries_of(registry, texts):
+    """What a registry counts: the texts as they are, token t as 2t, and in lower case, as 2t + 1."""
+    readings = [documents_of(registry, each) for each in (texts, [text.lower() for text in texts])]
+    return [2 * np.array(ids) + lower for lower, documents in enumerate(readings) for ids in documents]
+
+
 def reference(registry, retain, taken_down):
     """The takedowns that counting all texts in the open gives."""
-    documents = documents_of(registry, retain)
-    q = count(documents, registry.vocab_size, ORDER)
-    p = count([*documents, *documents_of(registry, taken_down)], registry.vocab_size, ORDER)
-    return Open(NgramPair(q, p))
+    documents = entries_of(registry, retain)
+    q = count(documents, 2 * registry.vocab_size, ORDER)
+    p = count([*documents, *entries_of(registry, taken_down)], 2 * registry.vocab_size, ORDER)
+    return Open(registry, NgramPair(q, p))
 
 
 class Open:
-    def __init__(self, pair):
-        self.pair = pair
+    def __init__(self, registry, pair):
+        self.tokenizer, self.pair = registry.tokenizer(), pair
 
     def correction(self, ids):
-        return STRENGTH * self.pair.divergence(ids)
+        rows = [self.pair.divergence(2 * ids)[0, :, 0::2]]
+        texts = [self.tokenizer.decode(ids[0, :end]) for end in range(1, ids.shape[1] + 1)]
+        lowered = [
+            torch.tensor([self.tokenizer(text.lower(), add_special_tokens=False)["input_ids"]]) for text in texts
+        ]
+        rows.append(torch.stack([self.pair.divergence(2 * each + 1)[0, -1, 1::2] for each in lowered]))
+        return STRENGTH * torch.minimum(*rows)[None]
 
 
 def ids_of(registry, text, length=24):
@@ -89,7 +101,7 @@ def comparable(registry, ids, correction):
     """The part that folding leaves as it is: after a space, and for other spellings of a token, more is lowered."""
     tokenizer = registry.tokenizer()
     positions = [not tokenizer.decode(token).endswith(" ") for token in ids[0]]
-    canonical = [canonical_text(text) == text for text in map(tokenizer.decode, range(registry.vocab_size))]
+    canonical = [lower_case(canonical_text(text)) == text for text in map(tokenizer.decode, range(registry.vocab_size))]
     return correction[:, positions][..., canonical]
 
 
@@ -116,14 +128,26 @@ def test_encrypted_counts_equal_unencrypted_counts(registry, folder, articles):
         )
 
 
+@pytest.mark.parametrize("change", [str.upper, str.title, str.lower, str])
+def test_a_text_is_taken_down_in_lower_case_too(folder, registry, change):
+    """In capitals a text has other tokens, so that lowering them would leave its words in lower case."""
+    text = "The ferry left the harbour at half past four, and nobody on the quay could say who was aboard."
+    registry.add("case", texts_of("t", [change(text)]))
+    experts = TakedownCorrection(folder)
+    for written in (change(text), text.lower()):
+        ids = ids_of(registry, written)
+        following = experts.correction(ids)[0, :-1].gather(1, ids[0, 1:, None])[3:]
+        assert (following < -0.2 * STRENGTH).float().mean() > 0.7
+
+
 @pytest.mark.parametrize("order", [2, 4, 5])
 def test_encrypted_counts_match_for_every_ngram_order(tmp_path, checkpoints, articles, order):
     registry = Registry.create(tmp_path / "r", texts_of("retain", articles[:5]), checkpoints / "target", order=order)
     registry.add("one", texts_of("t", articles[10:12]))
     sealed = TakedownCorrection(tmp_path / "r").snapshot().pair.forget.counts
-    retain, taken = (documents_of(registry, texts) for texts in (articles[:5], articles[10:12]))
-    expected = StupidBackoff(count([*retain, *taken], registry.vocab_size, order))
-    contexts = np.lib.stride_tricks.sliding_window_view(np.array(taken[0]), order - 1)
+    retain, taken = (entries_of(registry, texts) for texts in (articles[:5], articles[10:12]))
+    expected = StupidBackoff(count([*retain, *taken], 2 * registry.vocab_size, order))
+    contexts = np.lib.stride_tricks.sliding_window_view(taken[0], order - 1)
     assert torch.equal(StupidBackoff(sealed).scores(contexts), expected.scores(contexts))
 
 
@@ -141,7 +165,7 @@ def test_takedown_applies_to_next_generation_not_running_one(folder, registry, a
     following = experts.new_cache()
     during = experts.correction(ids, cache=following)
     assert during.min() < -0.5 * STRENGTH
-    during_pair = Open(following.snapshot.pair)
+    during_pair = Open(registry, following.snapshot.pair)
     registry.remove("case")
     expected = during_pair.correction(torch.cat([ids, ids[:, :4]], dim=1))[:, -4:]
     assert expected.any()
@@ -632,9 +656,9 @@ def test_takedown_of_text_in_retain_set_is_effective(folder, registry, articles,
         assert not registry.add(f"other {number}", texts_of("t", [articles[20 + number]])).has_retained_passages
     assert registry.add("held", texts_of("t", articles[4:5])).has_retained_passages
     retain, taken = [*articles[:4], *articles[5:10]], articles[20 : 20 + others]
-    q = count(documents_of(registry, retain), registry.vocab_size, ORDER)
-    p = count(documents_of(registry, [*articles[:10], articles[4], *taken]), registry.vocab_size, ORDER)
-    expected = Open(NgramPair(q, p))
+    q = count(entries_of(registry, retain), 2 * registry.vocab_size, ORDER)
+    p = count(entries_of(registry, [*articles[:10], articles[4], *taken]), 2 * registry.vocab_size, ORDER)
+    expected = Open(registry, NgramPair(q, p))
     experts = TakedownCorrection(folder)
     for text in (articles[4], articles[5], articles[20]):
         ids = ids_of(registry, text)
@@ -650,15 +674,16 @@ def test_only_shared_passages_are_removed_from_retain_set(tmp_path, checkpoints,
     passage = " ".join(articles[4].split()[:60])
     retain = [*articles[:3], f"{articles[3]} {passage}", f"{passage} {articles[5]}"]
     registry = Registry.create(tmp_path / "r", texts_of("r", retain), checkpoints / "target", order=4)
-    tokens = documents_of(registry, [articles[20], f"{articles[21]} {passage}"])
-    result = find_retained_passages(NgramCounts.load(tmp_path / "r" / "retain"), map(np.array, tokens))
-    assert result.max_copies == len(result.passages) == 2
+    entries = entries_of(registry, [articles[20], f"{articles[21]} {passage}"])
+    result = find_retained_passages(NgramCounts.load(tmp_path / "r" / "retain"), entries)
+    assert (result.max_copies, len(result.passages)) == (2, 4)
     for held in result.passages:
-        assert registry.tokenizer().decode(held).strip() in f"{articles[21]} {passage}"
+        written = f"{articles[21]} {passage}"
+        assert registry.tokenizer().decode(held // 2).strip() in (written.lower() if held[0] % 2 else written)
         assert len(held) >= len(documents_of(registry, [passage])[0]) - 2
     registry.add("one", texts_of("t", [articles[20], f"{articles[21]} {passage}"]))
     q = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
-    whole = count(documents_of(registry, retain), registry.vocab_size, 4)
+    whole = count(entries_of(registry, retain), 2 * registry.vocab_size, 4)
     assert (whole.unigrams - q.unigrams).sum() == sum(map(len, result.passages))
     assert registry.verify() == []
     again = TakedownCorrection(tmp_path / "r").snapshot().pair.retain.counts
@@ -689,7 +714,7 @@ def test_a_text_requested_twice_is_one_copy_of_the_retain_set(folder, registry, 
 def test_an_excerpt_beside_its_text_is_no_second_copy(tmp_path, checkpoints, articles):
     Registry.create(tmp_path / "r", texts_of("r", articles[:6]), checkpoints / "target")
     retain = NgramCounts.load(tmp_path / "r" / "retain")
-    whole, *_ = map(np.array, documents_of(Registry(tmp_path / "r"), articles[4:5]))
+    whole, _ = entries_of(Registry(tmp_path / "r"), articles[4:5])
     alone = find_retained_passages(retain, [whole])
     unknown = np.full(2 * len(whole), 7)
     quoting = np.concatenate([unknown, whole[10:-10]])  # longer than what it quotes
@@ -702,7 +727,7 @@ def test_further_copies_of_a_quoted_passage_leave_the_retain_set(tmp_path, check
     sentence = " ".join(articles[4].split()[10:40])
     Registry.create(tmp_path / "r", texts_of("r", [*articles[:6], *[sentence] * 9]), checkpoints / "target")
     retain = NgramCounts.load(tmp_path / "r" / "retain")
-    whole, quoted = map(np.array, documents_of(Registry(tmp_path / "r"), [articles[4], sentence]))
+    whole, quoted, *_ = entries_of(Registry(tmp_path / "r"), [articles[4], sentence])
     found = find_retained_passages(retain, [whole, quoted])
     order = retain.order
     removed = count(found.passages, retain.vocab_size, order)

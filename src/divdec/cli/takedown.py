@@ -328,8 +328,8 @@ def canary(
 ) -> int:
     r"""Ask a running server for the texts of a request. Run it from a timer that alerts if the exit code is not 0.
 
-    Each hour draws other passages, and asks for them also in another spelling: an extra space before the last word,
-    every space doubled, or a zero-width space in the last word.
+    Each hour draws other passages, and asks for them also in another spelling: lower case, capitals, an extra space
+    before the last word, every space doubled, or a zero-width space in the last word.
 
     Exit code 1: the server recites some of them, or more than a tenth of the answers are empty or cut short. 2: the
     server cannot be asked. 3: the server recites none, but neither did the target when the request was added (`divdec

@@ -97,11 +97,13 @@ def _split_last_word(text: str, before: str, inside: str) -> str:
 
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
+    "lower case": str.lower,
+    "capitals": str.upper,
     "an extra space before the last word": lambda text: _split_last_word(text, " ", ""),
     "every space doubled": lambda text: text.replace(" ", "  "),
     "a zero-width space in the last word": lambda text: _split_last_word(text, "", "\u200b"),
 }
-"""Other spellings of a prompt, which a reader sees as the same text but which have other tokens."""
+"""Other spellings of a prompt: the same text with other tokens."""
 
 
 def folded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

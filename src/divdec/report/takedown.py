@@ -172,22 +172,15 @@ def _attacks(
         return
     short = [Passage(passage.prompt[-SHORT:], passage.continuation) for passage in passages]
     yield "short prompt", f"the last {SHORT} tokens before it; greedy", short, {}
-    prompts = [str(tokenizer.decode(passage.prompt, skip_special_tokens=True)) for passage in passages]
-    if any(prompt != prompt.lower() for prompt in prompts):  # not every script has case
-        lower = encode_prompts([Record("", prompt=prompt.lower()) for prompt in prompts], tokenizer)
-        yield "lower case", "the text before it in lower case; greedy", _with_prompts(passages, lower), {}
     for spelling in SPELLINGS:
-        if respelled := respell(passages, tokenizer, spelling):  # not every script has spaces
-            yield spelling, f"the text before it with {spelling}; greedy", respelled, {}
+        if respelled := respell(passages, tokenizer, spelling):  # not every script has spaces, or case
+            yield spelling, f"the text before it ({spelling}); greedy", respelled, {}
     if tokenizer.chat_template is not None:
-        asked = [Record("", messages=(Message("user", CHAT.format(prompt)),)) for prompt in prompts]
-        encoded = encode_prompts(asked, tokenizer)
+        begun_texts = [str(tokenizer.decode(passage.prompt, skip_special_tokens=True)) for passage in passages]
+        asked = [Record("", messages=(Message("user", CHAT.format(begun)),)) for begun in begun_texts]
+        prompts = zip(encode_prompts(asked, tokenizer), passages, strict=True)
         description = f"a chat with the request “{CHAT.format('…')}”; greedy"
-        yield "asked in a chat", description, _with_prompts(passages, encoded), {}
-
-
-def _with_prompts(passages: list[Passage], prompts: list[list[int]]) -> list[Passage]:
-    return [Passage(prompt, passage.continuation) for passage, prompt in zip(passages, prompts, strict=True)]
+        yield "asked in a chat", description, [Passage(ids, passage.continuation) for ids, passage in prompts], {}
 
 
 def _changes(

@@ -8,7 +8,9 @@ sides are folded first: the texts of a request, and the text of the tokens befor
 from __future__ import annotations
 
 import codecs
+import copy
 import functools
+import itertools
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,13 @@ def canonical_text(text: str) -> str:
     return _LAYOUT.sub("", _SPACES.sub(" ", unicodedata.normalize("NFC", text).translate(_FOLDED)))
 
 
+def lower_case(text: str) -> str:
+    """Lower each character that has one lower-case form: a text in lower case keeps its tokens."""
+    if text.isascii():
+        return text.lower()
+    return "".join(lower if len(lower := character.lower()) == 1 else character for character in text)
+
+
 class CanonicalReader:
     """Canonical tokens of texts, and canonical contexts of token ids, for one tokenizer.
 
@@ -72,6 +81,9 @@ class CanonicalReader:
         """
         self._tokenizer: Any = tokenizer
         self._bytes: list[bytes | None] | None = None
+        self._case: Callable[[str], str] = str
+        self._vocab_size = vocab_size
+        self._vocabulary = functools.cache(self._read_vocabulary)  # of both readings
         self._fold = functools.lru_cache(MAX_WINDOWS)(self._fold_window)
         try:
             self._bytes = token_bytes(tokenizer)
@@ -83,7 +95,13 @@ class CanonicalReader:
         self._special = regex.compile("|".join(names) or "(?!)")
         first = self._encode(["a"])[0][:1]
         self._adds_space = bool(first) and (self._bytes[first[0]] or b"").startswith(b" ")
-        self._vocab_size = vocab_size
+
+    def in_lower_case(self) -> CanonicalReader:
+        """Return a reader of the same texts in lower case."""
+        reader = copy.copy(self)
+        reader._case = lower_case
+        reader._fold = functools.lru_cache(MAX_WINDOWS)(reader._fold_window)
+        return reader
 
     def documents(self, records: RecordSet) -> Iterator[list[int]]:
         """Tokenize the canonical form of each text, and of each turn but the system's, without their layout.
@@ -108,7 +126,10 @@ class CanonicalReader:
                 yield from encoded
 
     def _canonical(self, text: str) -> str:
-        return text if self._bytes is None else self._lead(canonical_text(self._special.sub(" ", text)).strip())
+        return text if self._bytes is None else self._lead(self._fold_text(self._special.sub(" ", text)).strip())
+
+    def _fold_text(self, text: str) -> str:
+        return self._case(canonical_text(text))
 
     def read(
         self, tokens: np.ndarray, number: int, length: int, *, windows: bool = False
@@ -195,7 +216,7 @@ class CanonicalReader:
             whole -= 1
             data = data[: len(data) - len(pieces[whole])]
         rest = [token for token, piece in zip(ids[whole:], pieces[whole:], strict=True) if piece]
-        text = canonical_text(self._special.sub(" ", data.decode("utf-8", "ignore")))  # as in `_canonical`
+        text = self._fold_text(self._special.sub(" ", data.decode("utf-8", "ignore")))  # as in `_canonical`
         if is_start or text.startswith(" "):
             text = self._lead(text.lstrip())
         tokens = [*self._encode([text])[0], *rest] if text else rest
@@ -206,7 +227,7 @@ class CanonicalReader:
 
     @functools.cached_property
     def _spellings(self) -> tuple[Tensor, Tensor]:
-        """Ids of tokens whose text is not canonical, and of the tokens with their canonical text."""
+        """Ids of tokens whose text is not canonical, and of the tokens that their canonical text begins with."""
         return self._pair_tokens(lambda text: text)
 
     @functools.cached_property
@@ -214,22 +235,64 @@ class CanonicalReader:
         """Ids of tokens without a space before their text, and of the tokens that have one."""
         return self._pair_tokens(lambda text: f" {text.lstrip()}")
 
+    def _read_vocabulary(self) -> tuple[list[str], dict[str, int]]:
+        """Return the canonical text of each token, and the first token of each text."""
+        texts = [_decoded(piece) for piece in (self._bytes or ())[: self._vocab_size]]
+        names = self._tokenizer.convert_ids_to_tokens(list(range(len(texts))))
+        # No text is written with <0x2C>.
+        written = [token for token, name in enumerate(names) if not BYTE_TOKEN.fullmatch(name or "")]
+        return [canonical_text(text) for text in texts], {texts[token]: token for token in reversed(written)}
+
     def _pair_tokens(self, change: Callable[[str], str]) -> tuple[Tensor, Tensor]:
         import torch
 
-        texts = [_decoded(piece) for piece in (self._bytes or ())[: self._vocab_size]]
-        first: dict[str, int] = {}
-        names = self._tokenizer.convert_ids_to_tokens(list(range(len(texts))))
-        for token, text in enumerate(texts):
-            if not BYTE_TOKEN.fullmatch(names[token] or ""):  # no text is written with <0x2C>
-                first.setdefault(text, token)
-        pairs = [
-            (token, canonical)
-            for token, text in enumerate(texts)
-            if (folded := canonical_text(text)).strip() and (canonical := first.get(change(folded), token)) != token
-        ]
+        texts, first = self._vocabulary()
+        cased = [self._case(text) for text in texts]
+        folded = {token: change(text) for token, text in enumerate(cased) if text.strip()}
+        # A word may have no token in lower case: " Obama" is lowered as " ob" is, which begins " obama".
+        lowered = (folded[token] for token in folded if cased[token] != texts[token])
+        words = [text for text in lowered if text.startswith(" ") and text not in first]
+        begun = self._encode([self._lead(text.strip()) for text in words])
+        first = first | {text: ids[0] for text, ids in zip(words, begun, strict=True) if ids}
+        pairs = [(token, first[text]) for token, text in folded.items() if first.get(text, token) != token]
         ids, sources = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
         return ids, sources
+
+
+class Readings:
+    """Texts and contexts as they are, and in lower case: they have other tokens, such as " AUTH" and "ORS", " authors".
+
+    Both are counted in one table, apart: token t is entry 2t of the first reading, and 2t + 1 of the second.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        reader = CanonicalReader(tokenizer, vocab_size)
+        self.readers = (reader, reader.in_lower_case())
+        self.table_size = 2 * vocab_size
+
+    def documents(self, records: RecordSet) -> list[Iterator[np.ndarray]]:
+        """Return for each reading the entries of the documents; see `CanonicalReader.documents`."""
+        return [map(functools.partial(_entries, i), each.documents(records)) for i, each in enumerate(self.readers)]
+
+    def scores(
+        self, tokens: np.ndarray, number: int, length: int, score: Callable[[np.ndarray], Tensor], *, windows: bool
+    ) -> Tensor:
+        """Return the lower of both readings' scores of the next token; see `CanonicalReader.read` for the arguments.
+
+        `score` returns those of the table's entries after contexts, float32 [contexts, table].
+        """
+        import torch
+
+        def scores(i: int, reader: CanonicalReader) -> Tensor:
+            contexts = reader.read(tokens, number, length, windows=windows)
+            return reader.scores(*contexts, lambda each: score(_entries(i, each))[:, i::2].contiguous())
+
+        return torch.minimum(*itertools.starmap(scores, enumerate(self.readers)))
+
+
+def _entries(reading: int, tokens: Any) -> np.ndarray:
+    """Return the entries of token ids in the table of a reading, 0 or 1."""
+    return np.where(np.equal(tokens, PADDING), PADDING, 2 * np.asarray(tokens) + reading)
 
 
 def _decoded(piece: bytes | None) -> str:

@@ -21,7 +21,7 @@ from divdec.experts.ngram import NgramPair, StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, TokenLayer
-from divdec.takedowns.canonical import WINDOW, CanonicalReader
+from divdec.takedowns.canonical import WINDOW, Readings
 from divdec.takedowns.counts import extended
 from divdec.takedowns.store import RETAIN, State, Store
 
@@ -82,10 +82,10 @@ class TakedownCorrection:
         self.order: int = description["order"]
         self._store.check_retain()
         retain = NgramCounts.load(self.folder / RETAIN)
-        if (retain.vocab_size, retain.order) != (self.vocab_size, self.order):
-            raise UsageError(f"{self.folder}: {RETAIN} holds other counts than the registry's; restore it")
-        self.reader = CanonicalReader(self._store.load_tokenizer(), self.vocab_size)
+        self.readings = Readings(self._store.load_tokenizer(), self.vocab_size)
         """Reads contexts in canonical form."""
+        if (retain.vocab_size, retain.order) != (self.readings.table_size, self.order):
+            raise UsageError(f"{self.folder}: {RETAIN} holds other counts than the registry's; restore it")
         self.retain = StupidBackoff(retain)
         """The n-gram model of the retain set, which no request changes."""
         self._lock = threading.Lock()
@@ -155,10 +155,10 @@ class TakedownCorrection:
         if snapshot.pair is None:
             return torch.zeros(len(tokens), positions, self.vocab_size)
         retain, forget = snapshot.pair.retain, snapshot.pair.forget
-        correction = self.reader.scores(
-            *self.reader.read(tokens.numpy(), positions, self.order - 1, windows=windows),
-            lambda contexts: retain.scores(contexts).sub_(forget.scores(contexts)),
-        )
+        correction = self.readings.scores(
+            tokens.numpy(), positions, self.order - 1,
+            lambda contexts: retain.scores(contexts).sub_(forget.scores(contexts)), windows=windows,
+        )  # fmt: skip
         strength = snapshot.state.strength if self._strength is None else self._strength
         return correction.mul_(strength).view(len(tokens), positions, self.vocab_size)
 
@@ -204,8 +204,10 @@ class TakedownCorrection:
                 texts.add(entry.text_hash)
         if only_added and not new:
             return dataclasses.replace(known, state=state)
-        request_counts = extended(request_counts, [counts for counts, _ in new], self.vocab_size)
-        passage_counts = extended(passage_counts, [passages for _, passages in new if passages], self.vocab_size)
+        request_counts = extended(request_counts, [counts for counts, _ in new], self.readings.table_size)
+        passage_counts = extended(
+            passage_counts, [passages for _, passages in new if passages], self.readings.table_size
+        )
         if request_counts is None:
             return Snapshot(state, None, None, None)
         retain = self.retain.counts

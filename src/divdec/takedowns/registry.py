@@ -8,14 +8,13 @@ it has not.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from divdec.checkpoint import (
     CheckpointReference,
@@ -30,7 +29,7 @@ from divdec.experts.ngram_counts import DESCRIPTION as COUNTS
 from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts, mean_difference
 from divdec.experts.ngram_fit import check_order, count, fit
 from divdec.runs import file_sha256, output_folder, write_text
-from divdec.takedowns.canonical import CanonicalReader
+from divdec.takedowns.canonical import Readings
 from divdec.takedowns.counts import PackedCounts, find_retained_passages
 from divdec.takedowns.store import (
     DATABASE,
@@ -123,8 +122,9 @@ class Registry:
             keys = create_keys(temporary, registry_id)
             sha256 = vocabulary_sha256(tokenizer)
             (temporary / RETAIN).mkdir()
+            readings = Readings(tokenizer, vocab_size)
             fit(
-                CanonicalReader(tokenizer, vocab_size).documents(retain), vocab_size, temporary / RETAIN,
+                itertools.chain(*readings.documents(retain)), readings.table_size, temporary / RETAIN,
                 order=order, progress=progress, tokenizer=sha256,
             )  # fmt: skip
             tokenizer.save_pretrained(temporary / TOKENIZER)
@@ -196,12 +196,13 @@ class Registry:
         """
         request_id = normal_id(request_id)
         _check_labels(request_id, reference)
-        reader = CanonicalReader(self.tokenizer(), self.vocab_size)
-        tokens = [np.asarray(ids) for ids in reader.documents(texts)]
-        counts = count(tokens, self.vocab_size, self.order)
+        readings = Readings(self.tokenizer(), self.vocab_size)
+        documents = [list(each) for each in readings.documents(texts)]
+        counts = count(itertools.chain(*documents), readings.table_size, self.order)
         retain = NgramCounts.load(self.folder / RETAIN, verify=False)
-        retained = find_retained_passages(retain, tokens)
-        passage_counts = count(retained.passages, self.vocab_size, self.order) if retained.passages else None
+        cased, lower = (find_retained_passages(retain, each) for each in documents)
+        passages = cased.passages + lower.passages
+        passage_counts = count(passages, readings.table_size, self.order) if passages else None
         q = retain if passage_counts is None else CountDifference(retain, passage_counts)
         divergence = mean_difference(q, SummedCounts((retain, counts)), counts)
         if divergence > NO_EFFECT:
@@ -216,23 +217,22 @@ class Registry:
             reference=reference,
             text_hash=self._store.keys.text_hash(texts.sha256),
             documents=len(texts),
-            tokens=counts.tokens,
+            tokens=sum(map(len, documents[0])),
             ngrams=counts.distinct,
             counts_id=secrets.token_hex(16),
             has_retained_passages=passage_counts is not None,
-            max_retained_copies=retained.max_copies,
-            shared_spans=retained.shared_spans,
+            max_retained_copies=lower.max_copies,
+            shared_spans=lower.shared_spans,
             divergence=round(divergence, 4),
         )
-        packed_counts = PackedCounts.from_counts(counts)
-        passages = None if passage_counts is None else PackedCounts.from_counts(passage_counts)
+        packed = [each and PackedCounts.from_counts(each) for each in (counts, passage_counts)]
         with self._store.write() as connection:
             state = self._store.read_state(connection)
             if state.find(request_id) is not None:
                 raise UsageError(
                     f"request {request_id!r} is in {self.folder} already; give another id, or remove it first"
                 )
-            self._store.insert_counts(connection, entry.counts_id, packed_counts, passages)
+            self._store.insert_counts(connection, entry.counts_id, *packed)
             self._store.append(connection, state, {"action": "add", **vars(entry)})
         return entry
 

@@ -34,7 +34,7 @@ from divdec.takedowns.counts import PackedCounts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DATABASE, FORMAT = "registry.db", "divdec registry 6"
+DATABASE, FORMAT = "registry.db", "divdec registry 7"
 RETAIN, TOKENIZER = "retain", "tokenizer"  # folders beside the database
 KEY_FILE, ENVIRONMENT = "secret.key", "DIVDEC_REGISTRY_KEY"
 KEY_BYTES, NONCE_BYTES = 32, 12  # of AES-256-GCM
@@ -359,10 +359,10 @@ class Store:
 
     @contextlib.contextmanager
     def failing_closed(self) -> Iterator[None]:
-        """Turn errors of SQLite into `FailedClosed`."""
+        """Turn errors of SQLite into `FailedClosed`; the text of an error may hold bytes of a damaged file."""
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             advice = ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "restore it from a backup")
             raise FailedClosed(f"{self.path} cannot be used ({error}); {advice}") from None
 
