@@ -183,3 +183,22 @@ def test_lower_case_changes_no_text_that_is_in_lower_case():
     assert lower_case("İSTANBUL, STRASSE, Straße, ΟΔΟΣ, Москва") == "İstanbul, strasse, straße, οδοσ, москва"
     for text in ("οδός", "straße", "i̇stanbul", "ǆ"):
         assert lower_case(text) == text
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_a_capitalised_word_is_lowered_with_the_token_that_begins_it(kind):
+    """A bare space, or a part of a character, would lower all words that the tokenizer never saw in lower case."""
+    texts = ["Über Marta and Élan , Ellen in ROME at 1950, mar el rom"] * 8
+    tokenizer = (
+        byte_level([f" {text}" for text in texts]) if kind == "byte level" else sentence_piece(texts, 360, prefix=True)
+    )
+    reader = CanonicalReader(tokenizer, len(tokenizer)).in_lower_case()
+    texts, _ = reader._vocabulary()
+    begun = 0
+    for pairs in (reader._spellings, reader._words):
+        for token, source in zip(*(side.tolist() for side in pairs), strict=True):
+            lowered, head = lower_case(texts[token]), texts[source]
+            if lowered.strip() != head.strip():
+                begun += 1
+                assert head.strip().isalnum() and lowered.strip().startswith(head.strip()), (lowered, head)
+    assert begun

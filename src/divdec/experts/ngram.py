@@ -22,14 +22,18 @@ class StupidBackoff:
     written.
     """
 
-    def __init__(self, counts: Counts) -> None:
-        self.counts = counts
-        self._longest = counts.order - 1
+    def __init__(self, counts: Counts, parts: int = 1) -> None:
+        """`parts` interleaved vocabularies are counted apart: entry e of the counts is token e // parts of one."""
+        self.counts, self._parts = counts, parts
+        self._longest, self._width = counts.order - 1, counts.vocab_size // parts
 
-    def scores(self, contexts: np.ndarray) -> Float[Tensor, "contexts vocab"]:
-        """Return the score of every token after contexts, int64 [contexts, order − 1], with −1 before shorter ones."""
+    def scores(self, contexts: np.ndarray, part: int = 0) -> Float[Tensor, "contexts vocab"]:
+        """Return the score of every token after contexts, int64 [contexts, order − 1], with −1 before shorter ones.
+
+        Contexts are entries of the counts, all of the same `part`.
+        """
         lengths = (contexts != PADDING).sum(axis=1)
-        scores = self._without_followers.index_select(0, torch.from_numpy(lengths))
+        scores = self._without_followers[part].index_select(0, torch.from_numpy(lengths))
         # Longer contexts come later, so that their followers override those of shorter ones.
         for length in range(1, self._longest + 1):
             rows = np.flatnonzero(lengths >= length)
@@ -39,13 +43,13 @@ class StupidBackoff:
         return scores
 
     @functools.cached_property
-    def _without_followers(self) -> Float[Tensor, "order vocab"]:
-        """The scores after a context without followers, for each length of contexts."""
+    def _without_followers(self) -> Float[Tensor, "parts order vocab"]:
+        """The scores after a context without followers, for each part and length of contexts."""
         counts = np.asarray(self.counts.unigrams).astype(np.float64)
-        score = counts / max(counts.sum(), 1.0)
-        scores = torch.empty(self.counts.order, self.counts.vocab_size)
-        for row in scores:
-            row.copy_(torch.from_numpy(score))
+        score = (counts / max(counts.sum(), 1.0)).reshape(self._width, self._parts).T
+        scores = torch.empty(self._parts, self.counts.order, self._width)
+        for length in range(self.counts.order):
+            scores[:, length] = torch.from_numpy(score)
             score = BACKOFF * score
         return scores
 
@@ -58,16 +62,14 @@ class StupidBackoff:
         steps = (lengths - contexts.shape[1])[followers.rows]
         for step in range(int(steps.max(initial=0))):
             score = np.where(step < steps, BACKOFF * score, score)
-        indices = (rows * self.counts.vocab_size)[followers.rows] + followers.tokens
+        indices = (rows * self._width)[followers.rows] + followers.tokens // self._parts
         return indices, score.astype(np.float32)
 
 
 class NgramPair(Experts):
     """Retain model q and forget model p as n-gram counts; the divergence is S_q − S_p (paper, section 4.4)."""
 
-    def __init__(self, retain: Counts | StupidBackoff, forget: Counts) -> None:
-        scorer = retain if isinstance(retain, StupidBackoff) else StupidBackoff(retain)
-        retain = scorer.counts
+    def __init__(self, retain: Counts, forget: Counts) -> None:
         if (retain.vocab_size, retain.order) != (forget.vocab_size, forget.order):
             raise UsageError(
                 f"the n-gram counts do not belong together: retain has order {retain.order} over {retain.vocab_size} "
@@ -76,7 +78,7 @@ class NgramPair(Experts):
         if retain is forget:
             raise UsageError("retain and forget n-grams are the same: nothing would be forgotten")
         self.cache_class = TokenCache
-        self.retain = scorer
+        self.retain = StupidBackoff(retain)
         self.forget = StupidBackoff(forget)
         self.vocab_size = retain.vocab_size
         self.order = retain.order

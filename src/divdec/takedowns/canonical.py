@@ -65,7 +65,8 @@ def lower_case(text: str) -> str:
     """Lower each character that has one lower-case form: a text in lower case keeps its tokens."""
     if text.isascii():
         return text.lower()
-    return "".join(lower if len(lower := character.lower()) == 1 else character for character in text)
+    lowered = (lower if len(lower := character.lower()) == 1 else character for character in text)
+    return unicodedata.normalize("NFC", "".join(lowered))
 
 
 class CanonicalReader:
@@ -123,13 +124,20 @@ class CanonicalReader:
                 encoded = [tokens for _ in turns if (tokens := next(ids))]
                 if not encoded:
                     raise UsageError(f"{record.location or 'a record'}: the text is empty")
+                if (largest := max(map(max, encoded))) >= self._vocab_size:
+                    raise UsageError(
+                        f"{record.location or 'a record'}: token id {largest}, which the text names, lies outside the "
+                        f"vocabulary of {self._vocab_size} tokens"
+                    )
                 yield from encoded
 
     def _canonical(self, text: str) -> str:
-        return text if self._bytes is None else self._lead(self._fold_text(self._special.sub(" ", text)).strip())
+        return text if self._bytes is None else self._lead(self._fold_text(text).strip())
 
     def _fold_text(self, text: str) -> str:
-        return self._case(canonical_text(text))
+        # Folding may write the name of a special token: "</S>" in lower case.
+        folded = self._special.sub(" ", self._case(canonical_text(self._special.sub(" ", text))))
+        return _SPACES.sub(" ", folded)
 
     def read(
         self, tokens: np.ndarray, number: int, length: int, *, windows: bool = False
@@ -216,7 +224,7 @@ class CanonicalReader:
             whole -= 1
             data = data[: len(data) - len(pieces[whole])]
         rest = [token for token, piece in zip(ids[whole:], pieces[whole:], strict=True) if piece]
-        text = self._fold_text(self._special.sub(" ", data.decode("utf-8", "ignore")))  # as in `_canonical`
+        text = self._fold_text(data.decode("utf-8", "ignore"))
         if is_start or text.startswith(" "):
             text = self._lead(text.lstrip())
         tokens = [*self._encode([text])[0], *rest] if text else rest
@@ -253,10 +261,15 @@ class CanonicalReader:
         lowered = (folded[token] for token in folded if cased[token] != texts[token])
         words = [text for text in lowered if text.startswith(" ") and text not in first]
         begun = self._encode([self._lead(text.strip()) for text in words])
-        first = first | {text: ids[0] for text, ids in zip(words, begun, strict=True) if ids}
+        # A bare space, or a part of a character, begins many words.
+        heads = {text: ids[0] for text, ids in zip(words, begun, strict=True) if ids and ids[0] < len(texts)}
+        first = first | {text: token for text, token in heads.items() if any(map(str.isalnum, texts[token]))}
         pairs = [(token, first[text]) for token, text in folded.items() if first.get(text, token) != token]
         ids, sources = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
         return ids, sources
+
+
+READINGS = 2
 
 
 class Readings:
@@ -268,31 +281,31 @@ class Readings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         reader = CanonicalReader(tokenizer, vocab_size)
         self.readers = (reader, reader.in_lower_case())
-        self.table_size = 2 * vocab_size
+        self.table_size = READINGS * vocab_size
 
     def documents(self, records: RecordSet) -> list[Iterator[np.ndarray]]:
         """Return for each reading the entries of the documents; see `CanonicalReader.documents`."""
         return [map(functools.partial(_entries, i), each.documents(records)) for i, each in enumerate(self.readers)]
 
     def scores(
-        self, tokens: np.ndarray, number: int, length: int, score: Callable[[np.ndarray], Tensor], *, windows: bool
+        self, tokens: np.ndarray, number: int, length: int, score: Callable[[np.ndarray, int], Tensor], *, windows: bool
     ) -> Tensor:
         """Return the lower of both readings' scores of the next token; see `CanonicalReader.read` for the arguments.
 
-        `score` returns those of the table's entries after contexts, float32 [contexts, table].
+        `score` returns those of a reading after contexts of its entries, float32 [contexts, vocab].
         """
         import torch
 
         def scores(i: int, reader: CanonicalReader) -> Tensor:
             contexts = reader.read(tokens, number, length, windows=windows)
-            return reader.scores(*contexts, lambda each: score(_entries(i, each))[:, i::2].contiguous())
+            return reader.scores(*contexts, lambda each: score(_entries(i, each), i))
 
         return torch.minimum(*itertools.starmap(scores, enumerate(self.readers)))
 
 
 def _entries(reading: int, tokens: Any) -> np.ndarray:
     """Return the entries of token ids in the table of a reading, 0 or 1."""
-    return np.where(np.equal(tokens, PADDING), PADDING, 2 * np.asarray(tokens) + reading)
+    return np.where(np.equal(tokens, PADDING), PADDING, READINGS * np.asarray(tokens) + reading)
 
 
 def _decoded(piece: bytes | None) -> str:

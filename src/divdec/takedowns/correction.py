@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import Cache
 
 from divdec.errors import FailedClosed, UsageError
-from divdec.experts.ngram import NgramPair, StupidBackoff
+from divdec.experts.ngram import StupidBackoff
 from divdec.experts.ngram_counts import CountDifference, NgramCounts, SummedCounts
 from divdec.experts.protocol import own_cache
 from divdec.experts.token_cache import TokenCache, TokenLayer
-from divdec.takedowns.canonical import WINDOW, Readings
+from divdec.takedowns.canonical import READINGS, WINDOW, Readings
 from divdec.takedowns.counts import extended
 from divdec.takedowns.store import RETAIN, State, Store
 
@@ -35,7 +35,7 @@ class Snapshot:
     """Counts of all requests in force; None where there is none."""
     held: SummedCounts | None
     """Counts of their passages that the retain set holds; None where there are none."""
-    pair: NgramPair | None
+    pair: tuple[StupidBackoff, StupidBackoff] | None
     """q and p; None where no request is in force."""
 
     def __deepcopy__(self, memo: Any) -> Snapshot:
@@ -86,7 +86,7 @@ class TakedownCorrection:
         """Reads contexts in canonical form."""
         if (retain.vocab_size, retain.order) != (self.readings.table_size, self.order):
             raise UsageError(f"{self.folder}: {RETAIN} holds other counts than the registry's; restore it")
-        self.retain = StupidBackoff(retain)
+        self.retain = StupidBackoff(retain, READINGS)
         """The n-gram model of the retain set, which no request changes."""
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
@@ -154,10 +154,10 @@ class TakedownCorrection:
     def _correct(self, snapshot: Snapshot, tokens: Tensor, positions: int, *, windows: bool = False) -> Tensor:
         if snapshot.pair is None:
             return torch.zeros(len(tokens), positions, self.vocab_size)
-        retain, forget = snapshot.pair.retain, snapshot.pair.forget
+        q, p = snapshot.pair
         correction = self.readings.scores(
             tokens.numpy(), positions, self.order - 1,
-            lambda contexts: retain.scores(contexts).sub_(forget.scores(contexts)), windows=windows,
+            lambda contexts, i: q.scores(contexts, i).sub_(p.scores(contexts, i)), windows=windows,
         )  # fmt: skip
         strength = snapshot.state.strength if self._strength is None else self._strength
         return correction.mul_(strength).view(len(tokens), positions, self.vocab_size)
@@ -211,8 +211,10 @@ class TakedownCorrection:
         if request_counts is None:
             return Snapshot(state, None, None, None)
         retain = self.retain.counts
-        q = self.retain if passage_counts is None else StupidBackoff(CountDifference(retain, passage_counts))
-        return Snapshot(state, request_counts, passage_counts, NgramPair(q, SummedCounts((retain, request_counts))))
+        rest = None if passage_counts is None else CountDifference(retain, passage_counts)
+        q = self.retain if rest is None else StupidBackoff(rest, READINGS)
+        p = StupidBackoff(SummedCounts((retain, request_counts)), READINGS)
+        return Snapshot(state, request_counts, passage_counts, (q, p))
 
 
 def _data_version(connection: sqlite3.Connection) -> int:

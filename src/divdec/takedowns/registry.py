@@ -221,8 +221,8 @@ class Registry:
             ngrams=counts.distinct,
             counts_id=secrets.token_hex(16),
             has_retained_passages=passage_counts is not None,
-            max_retained_copies=lower.max_copies,
-            shared_spans=lower.shared_spans,
+            max_retained_copies=max(cased.max_copies, lower.max_copies),
+            shared_spans=min(cased.shared_spans, lower.shared_spans),
             divergence=round(divergence, 4),
         )
         packed = [each and PackedCounts.from_counts(each) for each in (counts, passage_counts)]

@@ -68,7 +68,7 @@ class TakedownRequest:
     documents: int
     tokens: int
     ngrams: int
-    """Distinct n-grams of all lengths."""
+    """Distinct n-grams of all lengths, in both readings."""
     counts_id: str
     """Key of its row in the table of counts; no two requests ever have the same."""
     has_retained_passages: bool = False
