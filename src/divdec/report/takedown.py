@@ -122,13 +122,13 @@ def measure_request(
     for name, description, attacked, options in _attacks(passages, texts, tokenizer):
         row: dict[str, Any] = {"name": name, "description": description, "passages": len(attacked)}
         for when, model in models.items():
-            recited = [False] * len(attacked)
+            left = attacked  # a passage that one sample recites needs no other
             for seed in range(SAMPLED if options else 1):
                 seeded = options | ({"seed": seed} if options else {})
-                again = recites(model, tokenizer, attacked, title=f"{name}, {when}", **seeded)
-                recited = [previous or other for previous, other in zip(recited, again, strict=True)]
-            row[when] = sum(recited)
-            ever[when] |= {id(each.continuation) for each, hit in zip(attacked, recited, strict=True) if hit}
+                recited = recites(model, tokenizer, left, title=f"{name}, {when}", **seeded)
+                ever[when] |= {id(each.continuation) for each, hit in zip(left, recited, strict=True) if hit}
+                left = [each for each, hit in zip(left, recited, strict=True) if not hit]
+            row[when] = len(attacked) - len(left)
         attacks.append(row)
     if "neutral" not in sets:
         sampled = sample_records(target, tokenizer, NEUTRAL_SAMPLES, max_new_tokens=48, title="neutral samples")
