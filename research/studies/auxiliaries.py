@@ -114,8 +114,8 @@ def new_gpt2(shape, tokenizer, seed):
 class ShiftedBackoff(StupidBackoff):
     """Scores after a context without its last token, as in the forward pass of the paper's code."""
 
-    def scores(self, contexts):
-        return super().scores(contexts[:, :-1])
+    def scores(self, contexts, part=0):
+        return super().scores(contexts[:, :-1], part)
 
 
 def trigrams(material, tokenizer, shifted):

@@ -136,8 +136,7 @@ class CanonicalReader:
 
     def _fold_text(self, text: str) -> str:
         # Folding may write the name of a special token: "</S>" in lower case.
-        folded = self._special.sub(" ", self._case(canonical_text(self._special.sub(" ", text))))
-        return _SPACES.sub(" ", folded)
+        return _SPACES.sub(" ", self._special.sub(" ", self._case(canonical_text(self._special.sub(" ", text)))))
 
     def read(
         self, tokens: np.ndarray, number: int, length: int, *, windows: bool = False

@@ -225,14 +225,15 @@ class Registry:
             shared_spans=min(cased.shared_spans, lower.shared_spans),
             divergence=round(divergence, 4),
         )
-        packed = [each and PackedCounts.from_counts(each) for each in (counts, passage_counts)]
+        packed = PackedCounts.from_counts(counts)
+        packed_passages = None if passage_counts is None else PackedCounts.from_counts(passage_counts)
         with self._store.write() as connection:
             state = self._store.read_state(connection)
             if state.find(request_id) is not None:
                 raise UsageError(
                     f"request {request_id!r} is in {self.folder} already; give another id, or remove it first"
                 )
-            self._store.insert_counts(connection, entry.counts_id, *packed)
+            self._store.insert_counts(connection, entry.counts_id, packed, packed_passages)
             self._store.append(connection, state, {"action": "add", **vars(entry)})
         return entry
 
