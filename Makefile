@@ -123,6 +123,7 @@ test-package: install
 
 # What a release needs: the installed wheels run, the version is that of CHANGELOG.md, and PyPI accepts both packages.
 release-check: test-package
+	$(PYTEST) tests/test_package.py -k test_version_is_that_of_the_tag
 	rm -rf dist
 	for folder in . research; do $(BIN)/python -m build --no-isolation --outdir dist $$folder || exit 1; done
 	$(BIN)/twine check --strict dist/*

@@ -323,8 +323,12 @@ def test_copyright_of_a_pretrained_model(cached):
     if folder is None or not (target := Path(folder) / "qwen-0.5b.gguf").is_file():
         pytest.skip("the real model is not at hand: set DIVDEC_MODELS to the folder of qwen-0.5b.gguf")
     found = script("copyright").main(["--target", str(target), "--output", str(cached), "--questions", "2"])
-    before, _, after, again = found["words recited before, while reading, after, and when withdrawn"]
+    before, streamed, after, again = found["words recited before, while reading, after, and when withdrawn"]
     assert before > 20
+    assert 10 <= streamed < 110  # the request is added after ten words; 160 tokens are asked for
     assert after < 5
     assert again == before
+    old, new = found["words of the Apache licence recited before and after"]
+    assert new >= old
+    assert found["other answers unchanged"] == "2 of 2"
     assert "case-2" in (cached / "case-2.html").read_text()

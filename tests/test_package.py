@@ -258,18 +258,19 @@ def test_product_names_no_module_of_the_laboratory():
 
 
 def test_version_is_that_of_the_tag():
-    """A tag of this commit names the version of the package, of pyproject.toml and of CHANGELOG.md."""
+    """A tag of this commit names the version of both packages and of CHANGELOG.md, which has it in any case."""
     import divdec
 
-    assert f'version = "{divdec.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    for project in (ROOT / "pyproject.toml", ROOT / "research" / "pyproject.toml"):
+        assert f'version = "{divdec.__version__}"' in project.read_text()
+    heading = re.search(rf"^## {re.escape(divdec.__version__)} .*$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heading is not None
     tags = subprocess.run(
         ["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
     for tag in tags:
         if re.fullmatch(r"v\d.*", tag):
             assert tag == f"v{divdec.__version__}"
-            heading = re.search(rf"^## {re.escape(divdec.__version__)} .*$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-            assert heading is not None
             assert "not released" not in heading[0]
 
 

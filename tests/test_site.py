@@ -59,6 +59,10 @@ def test_site_has_the_markdown_of_every_page(site):
     }
     assert [path for path in sources if not path.is_file()] == []
     assert "](serving.md)" in (site / "README.md").read_text()
+    assert [path for path in site.rglob("*.md") if re.search(r"^:::", path.read_text(), re.MULTILINE)] == []
+    page = (site / "api" / "model.md").read_text()
+    assert "### divdec.DivergenceForCausalLM.from_pretrained" in page
+    assert "FailedClosed" in page
 
 
 def test_llms_txt_leads_to_markdown(site):

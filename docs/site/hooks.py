@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from cyclopts.docs.markdown import generate_markdown_docs
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,6 +23,7 @@ OUTSIDE = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/*", "examples/*", "examples/*/*",
     "research/README.md", "research/studies/README.md", "research/studies/figures.sh",
 )  # fmt: skip
+API = re.compile(r"^::: divdec\.(\S+)\n?(?: +options:\n +members: \[(.*)\]\n?)?", re.MULTILINE)
 LINK = re.compile(r"(?:(?<=\]\()|(?<=\]: ))[^)\s#:]+")
 
 
@@ -60,8 +63,35 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     text = LINK.sub(moved, markdown)
     output = Path(config.site_dir) / source  # for readers of llms.txt
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    output.write_text(API.sub(_api_entry, text))
     return text
+
+
+@functools.cache
+def _package() -> griffe.Object | griffe.Alias:
+    return griffe.load("divdec", search_paths=[ROOT / "src"])
+
+
+def _api_entry(directive: re.Match[str]) -> str:
+    """Signatures and docstrings of a public name and of its members, which mkdocstrings writes into the page alone."""
+    name, listed = directive[1], directive[2]
+    entry = _package()[name]
+    entry = entry.final_target if isinstance(entry, griffe.Alias) else entry
+    described = {
+        f"{name}.{key}": member
+        for key, member in entry.members.items()
+        if (key in listed.split(", ") if listed else key.isidentifier() and not key.startswith("_"))
+        and member.has_docstring and not member.is_alias
+    }  # fmt: skip
+    parts = [f"## divdec.{name}\n\n{_described(entry)}"]
+    parts += [f"### divdec.{key}\n\n{_described(member)}" for key, member in described.items()]
+    return "\n".join(parts)
+
+
+def _described(entry: griffe.Object | griffe.Alias) -> str:
+    signature = entry.signature() if isinstance(entry, griffe.Function | griffe.Class) else ""
+    code = f"```python\n{signature}\n```\n\n" if signature else ""
+    return code + (f"{entry.docstring.value}\n" if entry.docstring else "")
 
 
 def _overview() -> str:

@@ -80,7 +80,7 @@ class CompletionCall:
         self.body, self.server, self.request = body, server, request
         self.engine, self.policy = server.find_model(body.model), server.policy
         self.record: RequestRecord = request.state.record
-        self.record.model, self.record.stream = self.engine.name, body.stream
+        self.record.engine, self.record.stream = self.engine, body.stream
         self.replies: list[tuple[list[int], SamplingParams]] = []
         """Prompt and parameters of each reply."""
         self._created = int(time.time())

@@ -44,7 +44,7 @@ class RequestRecord:
     started: float = dataclasses.field(default_factory=time.perf_counter)
     status: int = 0
     failed: int = 0  # status of an error, which a stream cannot send any more
-    model: str | None = None
+    engine: Engine | None = None
     stream: bool = False
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -70,10 +70,10 @@ class RequestRecord:
             "id": self.id, "method": self.method, "path": self.path[:MAX_PATH_LENGTH], "status": self.status,
             "seconds": round(time.perf_counter() - self.started, 4),
         }  # fmt: skip
-        if self.model is not None:
+        if self.engine is not None:
             fields |= {
-                "model": self.model, "stream": self.stream, "prompt_tokens": self.prompt_tokens,
-                "generated_tokens": self.generated_tokens,
+                "model": self.engine.name, "system_fingerprint": self.engine.fingerprint, "stream": self.stream,
+                "prompt_tokens": self.prompt_tokens, "generated_tokens": self.generated_tokens,
                 "finish_reason": ",".join(sorted(self.finish_reasons)) or None,
             }  # fmt: skip
         return fields if self.error is None else fields | {"error": self.error}

@@ -52,7 +52,7 @@ def serve(engines: Mapping[str, Engine], port: socket.socket, options: ServeSett
     """
     server = HttpServer(engines, port, options, tracer_from_environment())
     logging.getLogger().handlers = [_JsonHandler(logging.WARNING)]
-    names = ", ".join(f"{name} ({engine.steering})" for name, engine in engines.items())
+    names = ", ".join(f"{name} ({engine.steering}, {engine.fingerprint})" for name, engine in engines.items())
     server.on_ready = lambda: print(f"serving {names} on {server.url}/v1", flush=True)
     server.run()
 

@@ -168,7 +168,7 @@ class TakedownCorrection:
             return True
         try:
             return _data_version(self._connection) != self._signature[-1]
-        except sqlite3.Error:
+        except (sqlite3.Error, UnicodeDecodeError):  # the text of an error may hold bytes of a damaged file
             return True
 
     def _file_signature(self) -> tuple[int, ...]:

@@ -258,7 +258,8 @@ def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_pat
 
 def test_stopped_server_finishes_streams_and_exits_with_0(served_bundle):
     with process(served_bundle, "--shutdown-timeout", "200") as running:
-        assert running.ready == f"serving tiny (linear:1.5) on {running.url}/v1"
+        card = httpx.get(running.url + "/v1/models/tiny").json()
+        assert running.ready == f"serving tiny (linear:1.5, {card['system_fingerprint']}) on {running.url}/v1"
         asked = LONG | {"max_tokens": 400, "stream": True}
         with httpx.stream("POST", running.url + PATH, json=asked, timeout=60) as response:
             lines = response.iter_lines()
@@ -292,6 +293,7 @@ def test_streams_exceeding_shutdown_timeout_end_with_error(served_bundle):
     records = [json.loads(line) for line in log.splitlines()]
     (record,) = [record for record in records if record.get("path") == PATH]
     assert record["model"] == "other"
+    assert record["system_fingerprint"].startswith("fp_")
     assert record["stream"] is True
     assert record["status"] == 200
     assert record["error"] == "closing"
