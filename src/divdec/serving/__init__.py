@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import re
 import socket
 from typing import Annotated, Literal
 
@@ -86,6 +87,10 @@ class ServeSettings:
         if not self.refusal.strip():
             raise UsageError("--refusal is empty; accepted: the text that replaces a reply")
         read_template_kwargs(self.chat_template_kwargs)
+        if wrong := [
+            origin for origin in self.cors_origin if not re.fullmatch(r"\*|null|[a-z][^:/]*://[^/\s]+", origin)
+        ]:
+            raise UsageError(f"--cors-origin is {wrong[0]!r}; accepted: scheme://host[:port] without a path, or *")
         if self.engine == "embedded" and self.vllm_options:
             raise UsageError("--vllm-options are for --engine vllm")
         if self.logprobs is not None:

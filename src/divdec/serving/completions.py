@@ -74,7 +74,7 @@ class Prompt:
 class CompletionCall:
     """State of one completion request: its replies and their format."""
 
-    object_name = event_name = "text_completion"
+    object_name, event_name, prompt_field = "text_completion", "text_completion", "prompt"
 
     def __init__(self, body: CompletionRequest | ChatCompletionRequest, server: Server, request: Request) -> None:
         self.body, self.server, self.request = body, server, request
@@ -146,13 +146,14 @@ class CompletionCall:
         body = self.body
         self.engine.check_ids(map(int, body.logit_bias), "logit_bias")
         context, most = self.engine.max_model_len, self.server.options.max_tokens
+        length = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
         if max_tokens is not None and max_tokens > most:
-            raise invalid(f"max_tokens is {max_tokens}: this server answers with at most {most}", "max_tokens")
+            raise invalid(f"{length} is {max_tokens}: this server answers with at most {most}", length)
         if len(prompt) + (1 if max_tokens is None else max_tokens) > context:
             reply = "" if max_tokens is None else f" and {max_tokens} of the answer"
             raise invalid(
                 f"the context has {context} tokens; the prompt has {len(prompt)}{reply}: shorten them",
-                "max_tokens" if max_tokens is not None and len(prompt) < context else "prompt",
+                length if max_tokens is not None and len(prompt) < context else self.prompt_field,
                 "context_length_exceeded",
             )
         if max_tokens is None:
@@ -380,7 +381,7 @@ class TextCompletion(CompletionCall):
 class ChatCompletion(CompletionCall):
     """A request of POST /v1/chat/completions."""
 
-    object_name, event_name = "chat.completion", "chat.completion.chunk"
+    object_name, event_name, prompt_field = "chat.completion", "chat.completion.chunk", "messages"
     body: ChatCompletionRequest
     _parsers: Sequence[ToolCallParser] = ()  # by reply, if it may call tools
 

@@ -7,6 +7,7 @@ Tool calls are read by transformers' parser in the form of the tokenizer, or els
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ Call = dict[str, Any]
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PREFIX = "failed to compile JSON schema: "  # of llguidance's errors, after a position in the grammar
 _MAX_REASON_LENGTH = 300  # characters
+_TOO_LARGE = ("panic: ", "Too many ", "recursion limit", "NoExtensionBias")  # in llguidance's errors
 
 
 class GrammarConflict(FailedClosed):
@@ -100,6 +102,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
+        matcher.compute_bitmask()  # some grammars fail only here
         return GrammarMatcher(matcher)
 
 
@@ -143,8 +146,13 @@ class GrammarMatcher(LogitsProcessor):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = str(self._matcher.get_error()).partition("\n")[0]
-            raise UsageError(f"the grammar cannot be used: {reason.rpartition(_PREFIX)[2][:_MAX_REASON_LENGTH]}")
+            error = str(self._matcher.get_error())
+            reason = error.partition("\n")[0].rpartition(_PREFIX)[2].partition(" Enable ")[0]
+            if reason == "regex parse error:" and (cause := re.search(r"(?<=\nerror:).*", error)):
+                reason += cause[0]
+            if any(words in reason for words in _TOO_LARGE):
+                reason = "a schema is too large, nested too deeply or endless; send a smaller one"
+            raise UsageError(f"the grammar cannot be used: {reason[:_MAX_REASON_LENGTH]}")
 
 
 class ToolCallParser:

@@ -33,7 +33,7 @@ TOLERANCE = 1e-6  # a multiple may have been rounded to float32
 BOUNDS: Mapping[str, tuple[float, float]] = {
     # Above 1, samples with top_k and min_p show and compare improbable tokens.
     "temperature": (0.0, 1.0),
-    "top_p": (0.0, 1.0),
+    "top_p": (GRID, 1.0),
     "min_p": (0.0, 1.0),
     # Negative, and below 1, a penalty favours tokens of the client's choice.
     "presence_penalty": (0.0, math.inf),
@@ -63,7 +63,7 @@ class LogprobPolicy:
         asked = fields.get("logprobs")
         asked = -1 if asked is None or asked is False else int(asked)  # a chat says true or false
         most = {"off": -1, "top-1": 1}[self.level]
-        reply, tools = fields.get("response_format"), fields.get("tools")
+        reply, calls = fields.get("response_format"), fields.get("tools") and fields.get("tool_choice") != "none"
         for name, refused in (
             ("logit_bias", bool(fields.get("logit_bias"))),
             ("echo", bool(fields.get("echo")) and asked >= 0),
@@ -73,7 +73,7 @@ class LogprobPolicy:
             ("seed", fields.get("seed") is not None and not _is_greedy(fields)),
             # A grammar of two texts shows which is likelier. That of any JSON object has no text of the client's,
             # unless it also allows calls, which have schemas.
-            ("response_format", reply is not None and reply.type != "text" and bool(reply.json_schema or tools)),
+            ("response_format", reply is not None and reply.type != "text" and bool(reply.json_schema or calls)),
             ("tool_choice", fields.get("tool_choice") not in (None, "none", "auto")),
         ):
             if refused:
@@ -99,7 +99,8 @@ class LogprobPolicy:
                 f"a grammar of the client's choice may show more {REFUSED} than {given}; accepted as {field!r}: "
                 f"{GRAMMARS[field]}"
             )
-        return f"field {field!r} may show more {REFUSED} than {given}; leave it out"
+        accepted = "accepted: at most 1" if self.level == "top-1" and "logprobs" in field else "leave it out"
+        return f"field {field!r} may show more {REFUSED} than {given}; {accepted}"
 
 
 def default_level(registry: bool) -> str:

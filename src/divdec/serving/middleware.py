@@ -57,11 +57,13 @@ class RequestRecord:
 
     def set_error(self, error: BaseException) -> ApiError:
         """Record an error, and return it as the client receives it."""
-        reply = to_api_error(error)
+        reply = to_api_error(error, f"{self.method} {self.path[:MAX_PATH_LENGTH]}")
         self.error, self.failed = reply.code or str(reply.status_code), reply.status_code
         if reply.code == "internal_error":
             self.error = type(error).__name__
             logging.getLogger(__name__).error("a request failed: %s", self.error, exc_info=error)
+        elif reply.code == "steering_failed":  # the client is not told of the registry's folder
+            logging.getLogger(__name__).error("steering failed: %s", error)
         return reply
 
     def fields(self) -> dict[str, Any]:
@@ -219,5 +221,8 @@ class RequestMiddleware:
             if not hmac.compare_digest(key.strip(), expected.encode()) or kind.lower() != b"bearer":
                 message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        coding = dict(scope["headers"]).get(b"content-encoding", b"identity").decode("latin-1")
+        if coding.lower() != "identity":
+            raise ApiError(415, f"Content-Encoding is {coding[:100]!r}; send the body uncompressed")
         if self.closing():
             raise server_closing()

@@ -30,6 +30,7 @@ MAX_TOOLS = 128
 MAX_STOP_LENGTH = 1000  # characters
 RETRY_AFTER = 1  # seconds
 MAX_VALUE_LENGTH = 200  # characters of a value that a message quotes
+OFFERED = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -146,12 +147,25 @@ class ResponseFormat(RequestBody):
         return None if self.type == "text" else {"type": "object"}
 
 
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a surrogate pair, which is not a character") from None
+    if schema.get("type", "object") != "object":
+        raise ValueError("accepted: a JSON schema of type object")
+    return schema
+
+
 class FunctionDefinition(RequestBody):
     """A function that the model may call."""
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] = Field({}, description="JSON schema of the arguments, an object.")
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(
+        {"type": "object", "properties": {}, "additionalProperties": False},
+        description="JSON schema of the arguments, an object. Without it there are none.",
+    )
     # No effect on the reply: arguments follow the schema where `tool_choice` forces a call.
     strict: bool | None = None
 
@@ -365,7 +379,7 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: set logprobs to true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+            raise ValueError("max_completion_tokens and max_tokens differ; give one of them")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have the same name; accepted: different names")
@@ -443,24 +457,24 @@ def server_closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="closing", headers={"Connection": "close"})
 
 
-def to_api_error(error: BaseException) -> ApiError:
-    """Word any exception as an error reply."""
+def to_api_error(error: BaseException, asked: str = "this path") -> ApiError:
+    """Word any exception as an error reply to a request; `asked` is its method and path."""
     match error:
         case ApiError():
             return error
         case RequestValidationError():
             return _from_validation(error.errors()[0])
         case HTTPException():
-            messages = {404: "there is no such path here", 405: "this path does not take this method"}
-            message = messages.get(error.status_code, "the body cannot be read as JSON")
+            message = f"{asked} is not offered; offered: {OFFERED}"
+            message = message if error.status_code in (404, 405) else "the body cannot be read as JSON in UTF-8"
             return ApiError(error.status_code, message, headers=error.headers)
         case Busy():
-            message, headers = "the server's queue is full; try again", {"Retry-After": str(RETRY_AFTER)}
+            message, headers = "the server's queue is full; try again later", {"Retry-After": str(RETRY_AFTER)}
             return ApiError(429, message, code="queue_full", headers=headers)
         case Closing():
             return server_closing()
         case TimeoutError():
-            return ApiError(504, "the answer took longer than the server allows", code="timeout")
+            return ApiError(504, "the answer took longer than the server allows; ask for fewer tokens", code="timeout")
         case GrammarConflict():
             return invalid(f"{error}; widen the schema, or leave it out", code="no_token_left")
         case FailedClosed():
@@ -484,11 +498,12 @@ def _from_validation(error: dict[str, Any]) -> ApiError:
     if param is None and isinstance(value, bytes):
         return ApiError(415, "the body must be JSON in UTF-8: send Content-Type: application/json")
     if param is None and not isinstance(value, dict):
-        return invalid("the body must be a JSON object")
+        return invalid("the body is empty; send a JSON object" if value is None else "the body must be a JSON object")
     if kind == "missing":
         return invalid(f"field {param!r} is required", param, "missing_required_parameter")
     message = str(error["msg"]).removeprefix("Value error, ")
-    if param is None:
-        return invalid(message, code="invalid_value")
+    if param is None:  # a check across fields; most messages begin with the name of one
+        name = message.partition(" ")[0]
+        return invalid(message, name if name in (value or ()) else None, "invalid_value")
     shown = reprlib.repr(value)[:MAX_VALUE_LENGTH]
     return invalid(f"{param} is {shown}: {message[:1].lower()}{message[1:]}", param, "invalid_value")

@@ -76,7 +76,7 @@ class HttpServer(uvicorn.Server):
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
         super().__init__(
             uvicorn.Config(
-                create_app(engines, options, self._stopping.is_set, tracer), ws="none", lifespan="off",
+                create_app(engines, options, self._stopping.is_set, tracer), http="h11", ws="none", lifespan="off",
                 log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=DRAIN,
             )
@@ -118,6 +118,8 @@ class _JsonHandler(logging.Handler):
     """Writes warnings of libraries into the access log."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith(("Unsupported upgrade", "No supported WebSocket")):
+            return  # Java's client offers HTTP/2 with each request
         fields: dict[str, Any] = {"level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info and record.exc_info[1]:
             fields["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
@@ -134,7 +136,7 @@ def create_app(
     app = FastAPI(
         title="divdec", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERRORS
     )
-    trace = None if tracer is None else functools.partial(trace_request, tracer, engines)
+    trace = None if tracer is None else functools.partial(trace_request, tracer)
     app.add_middleware(RequestMiddleware, metrics=server.metrics, options=options, closing=closing, trace=trace)
     if options.cors_origin:  # outside of the other, because a preflight request has no key and errors need the headers
         app.add_middleware(

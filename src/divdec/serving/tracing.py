@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.types import Scope
 
-from divdec.serving.engine import Engine
 from divdec.serving.middleware import RequestRecord, write_log
 from divdec.serving.request import RequestTiming
 
@@ -40,7 +39,7 @@ def tracer_from_environment() -> Any | None:
     return provider.get_tracer("divdec")  # its provider sends the last spans when the process exits
 
 
-def trace_request(tracer: Any, engines: Mapping[str, Engine], scope: Scope, record: RequestRecord) -> None:
+def trace_request(tracer: Any, scope: Scope, record: RequestRecord) -> None:
     """Make the spans of a finished request: one of the server, and queue, prefill and decode of each reply.
 
     They continue the client's trace if it sent a `traceparent`.
@@ -48,10 +47,10 @@ def trace_request(tracer: Any, engines: Mapping[str, Engine], scope: Scope, reco
     from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    end, operation = time.time_ns(), OPERATIONS[record.path]
+    end, operation, engine = time.time_ns(), OPERATIONS[record.path], record.engine
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     span = tracer.start_span(
-        operation if record.model is None else f"{operation} {record.model}",
+        operation if engine is None else f"{operation} {engine.name}",
         TraceContextTextMapPropagator().extract(headers),
         SpanKind.SERVER,
         {
@@ -60,10 +59,9 @@ def trace_request(tracer: Any, engines: Mapping[str, Engine], scope: Scope, reco
         },
         start_time=end - int((time.perf_counter() - record.started) * 1e9),
     )  # fmt: skip
-    if record.model is not None:
-        engine = engines[record.model]
+    if engine is not None:
         span.set_attributes({
-            "gen_ai.request.model": record.model,
+            "gen_ai.request.model": engine.name,
             "gen_ai.response.finish_reasons": sorted(record.finish_reasons),
             "gen_ai.usage.input_tokens": record.prompt_tokens, "gen_ai.usage.output_tokens": record.generated_tokens,
             "divdec.bundle": engine.fingerprint, "divdec.rule": str(engine.steering),

@@ -1,6 +1,7 @@
 """What cannot be answered is refused in the API's form, with a line that names the field."""
 
 import copy
+import gzip
 import json
 import socket
 
@@ -124,6 +125,10 @@ def test_requests_exceeding_context_are_rejected(http, tokenizer):
     # A prompt that fits the limit of the body is not decoded, which would take minutes.
     body = {"model": "tiny", "prompt": [5] * 600_000}
     assert error_of(http.post(PATHS[0], json=body, timeout=20))["code"] == "context_length_exceeded"
+    turns = TURNS | {"messages": [{"role": "user", "content": tokenizer.decode(ids[:100]) * 50}]}
+    assert error_of(http.post(PATHS[1], json=turns))["param"] == "messages"
+    error = error_of(http.post(PATHS[1], json={**TURNS, "max_tokens": None, "max_completion_tokens": 5000}))
+    assert error["param"] == "max_completion_tokens"
     # The default of 16 is no wish: what is left is taken.
     result = http.post(PATHS[0], json={"model": "tiny", "prompt": [5] * 4090, "ignore_eos": True}).json()
     assert result["usage"]["completion_tokens"] == 6
@@ -150,6 +155,7 @@ def test_unknown_models_paths_and_methods_return_errors(http):
         response = http.get(path)
         error_of(response, 405)
         assert response.headers["allow"] == "POST"
+        assert f"GET {path} is not offered; offered: POST /v1/chat/completions" in response.json()["error"]["message"]
     for path in ("/", "/docs", "/redoc", "/v1", "/v1/embeddings", "/health/", "/v1/models/../../etc", "/%2e%2e/"):
         error_of(http.get(path), 404)
 
@@ -195,6 +201,16 @@ def test_non_json_bodies_are_rejected(http):
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         error_of(http.post(PATHS[0], content=body, headers={"Content-Type": kind}), 415)
     error_of(http.post(PATHS[0], content=body), 415)
+    packed = gzip.compress(body), {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert "'gzip'" in error_of(http.post(PATHS[0], content=packed[0], headers=packed[1]), 415)["message"]
+    assert "is empty" in error_of(http.post(PATHS[0], headers={"Content-Type": "application/json"}))["message"]
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"description": chr(0xD800)}}}
+    turns = json.dumps(TURNS | {"tools": [tool]})  # as \\ud800
+    error = error_of(http.post(PATHS[1], content=turns, headers={"Content-Type": "application/json"}))
+    assert error["param"] == "tools.0.function.parameters"
+    # Java's client offers HTTP/2 with each request.
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
+    assert http.post(PATHS[0], json=ASKED, headers=offer).status_code == 200
     for kind in ("application/json; charset=UTF-8", "APPLICATION/JSON"):
         assert http.post(PATHS[0], content=body, headers={"Content-Type": kind}).status_code == 200
 

@@ -218,7 +218,7 @@ def test_multiple_bundles_use_their_own_steering(served_bundle, models):
         assert reported[0] != reported[1]
 
 
-def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_path, world):
+def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_path, world, caplog):
     from divdec.cli.serving import ServeSettings, build_engine
     from divdec.data.records import texts_of
     from divdec.errors import FailedClosed
@@ -249,6 +249,7 @@ def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_pat
         assert refused.status_code == 500
         assert refused.json()["error"]["code"] == "steering_failed"
         assert str(tmp_path) not in refused.text
+        assert str(tmp_path) in caplog.text  # the operator's log says what failed
         assert http.get("/metrics").status_code == 200
         (tmp_path / "registry" / DATABASE).unlink()
         assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
@@ -324,6 +325,7 @@ def one_line(capsys):
         (["--api-key", "short"], "at least 16"),
         (["--api-key", "with a space in the key"], "ASCII"),
         (["--port", "70000"], "port is 70000"),
+        (["--cors-origin", "http://localhost:3000/"], "--cors-origin is 'http://localhost:3000/'"),
         (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         (["--max-body-bytes", "0"], "max-body-bytes is 0"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout at least 0"),

@@ -87,6 +87,9 @@ def test_bound_requests_decode_without_drafts(served_bundle, client):
         ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
         ({"not": {"type": "string"}}, "Unimplemented keys"),
         ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable schema"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"$ref": "#"}, "too large, nested too deeply or endless"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf[^_]*$"),
     ],
 )
 def test_unusable_schemas_are_refused(client, schema, says):

@@ -44,6 +44,10 @@ def call_of(arguments):
     return {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
 
+def described(parameters):
+    return {"type": "function", "function": {"name": "clock", "parameters": parameters}}
+
+
 def chat(client, messages=TURNS, **options):
     fields = {"model": "caller", "messages": messages, "max_tokens": 200, "temperature": 0, "tools": [WEATHER]}
     return client.chat.completions.create(**fields | options)
@@ -137,11 +141,10 @@ def test_forced_calls_follow_the_schema(client, choice, stream):
             assert fits(json.loads(call.function.arguments))
 
 
-@pytest.mark.parametrize("kind", ["array", "null"])
-def test_a_forced_call_of_a_function_without_an_object_is_a_call(client, kind):
-    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": kind}}}
+def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(client):
+    tool = {"type": "function", "function": {"name": "clock"}}
     (choice,) = chat(client, tools=[tool], tool_choice="required").choices
-    assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments), dict)
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {}
 
 
 def test_a_message_with_calls_is_not_continued(client):
@@ -177,9 +180,10 @@ def test_references_within_a_schema_hold(client):
     ("fields", "param", "says"),
     [
         ({"tools": [WEATHER, WEATHER]}, None, "same name"),
-        ({"tool_choice": {"type": "function", "function": {"name": "clock"}}}, None, "names 'clock'; the tools are"),
-        ({"tools": [], "tool_choice": "required"}, None, "tool_choice needs tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, None, "response_format"),
+        ({"tools": [described({"type": "array"})]}, "tools.0.function.parameters", "a JSON schema of type object"),
+        ({"tool_choice": NAMED | {"function": {"name": "clock"}}}, "tool_choice", "names 'clock'; the tools are"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
         (
             {"tool_choice": "required", "tools": [{"type": "function", "function": {
                 "name": "a", "parameters": {"type": "object", "properties": {"b": {"type": "text"}}}}}]},
