@@ -71,7 +71,7 @@ from divdec_research.report.tables import markdown_table
 def suppressed_share(model, tokens, prompt_length):
     """Largest share of probability that steering took at one token of a reply."""
     ids = torch.tensor([tokens[:-1]], device=model.device)
-    target, corrected, divergence = model.unsteered_components(ids, logits_to_keep=len(tokens) - prompt_length)
+    target, corrected, divergence = model.components(ids, logits_to_keep=len(tokens) - prompt_length)
     removed_probability = target.float().softmax(-1) - model.steer(corrected, divergence).softmax(-1)
     return float(removed_probability.clamp(min=0).sum(-1).max())
 

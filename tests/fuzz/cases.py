@@ -259,7 +259,7 @@ def forward(case, model, _):
     else:
         output = model(ids, labels=labels, **given)
         logits = output.logits
-        parts = model.components(ids, **given)
+        parts = model.components(ids, **given)[1:]
         if not case.steering.full:
             same(case.steering.apply(*parts), logits, tolerance_of(case)[0], "components give other logits")
     tolerance, of_divergence = tolerance_of(case)

@@ -125,7 +125,7 @@ def test_target_overflow_raises_on_every_path(model, way, rule, value):
     model.steering = "rank:20:soft" if (way, rule) == ("guidance", "rank:20") else rule  # a hard fill is refused
     ids = torch.tensor(PROMPTS[:1])
     with torch.no_grad():
-        worst = int(model.components(ids)[1][0, -1].argmin())
+        worst = int(model.components(ids)[2][0, -1].argmin())
         overflowing = target_with(model, lambda logits: logits[..., worst].fill_(value))
         with overflowing, pytest.raises(FailedClosed, match="target's logits are not finite"):
             WAYS[way](model, ids)
@@ -156,6 +156,6 @@ def test_position_without_allowed_token_raises(model, way):
 def test_overflowing_strength_raises(model):
     model.steering = Steering(alpha=1000.0)
     ids = torch.tensor(PROMPTS[:1])
-    target_logits, divergence = model.components(ids)
+    _, target_logits, divergence = model.components(ids)
     with pytest.raises(FailedClosed, match=r"NaN or \+inf"):
         model.steering.apply(target_logits, divergence.abs() * 1e38 + 1e37)

@@ -89,7 +89,7 @@ def may_be_chosen(model, ids, scores, token):
     if steering is None or steering.rule != "rank":
         return False
     # Divergences that are nearly equal may change places too, and with them the last token that is suppressed.
-    parts = model.components(torch.tensor([ids], device=model.device), logits_to_keep=1)
+    parts = model.components(torch.tensor([ids], device=model.device), logits_to_keep=1)[1:]
     target, divergence = (values[0, -1].cpu() for values in parts)
     allowed = steering.eligible(len(divergence))
     if allowed is not None:

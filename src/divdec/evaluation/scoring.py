@@ -178,7 +178,10 @@ def score_settings(
         steered = (setting.apply(target, divergence) for setting in settings)  # one at a time: logits are large
         return (x.clamp(min=x.amax(-1, keepdim=True) - MASKED) for x in steered) if keep_fill else steered
 
-    return _score(examples, model.components, steer, len(settings), model.new_cache, moments, batch_size, title)
+    def forward(*inputs: Any) -> Sequence[Tensor]:
+        return model.components(*inputs)[1:]
+
+    return _score(examples, forward, steer, len(settings), model.new_cache, moments, batch_size, title)
 
 
 def unchanged_answers(

@@ -298,7 +298,7 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         cache = self._own_cache(past_key_values)
         if cache is None and (use_cache or (use_cache is None and not uses_gradient_checkpointing(self))):
             cache = self.new_cache()
-        uncorrected_logits, target_logits, divergence = self.unsteered_components(
+        uncorrected_logits, target_logits, divergence = self.components(
             input_ids, attention_mask, position_ids, cache, logits_to_keep
         )
         logits = self.steer(target_logits, divergence)
@@ -324,29 +324,15 @@ class DivergenceForCausalLM(  # pyright: ignore[reportIncompatibleVariableOverri
         position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
         past_key_values: DivergenceCache | None = None,
         logits_to_keep: int = 0,
-    ) -> tuple[Logits, Logits]:
-        """Return the target's logits and the divergence, so that many settings can be applied to one forward pass.
+    ) -> tuple[Logits, Logits, Logits]:
+        """Return the target's own logits, those after takedown requests, and the divergence, of one forward pass.
 
-        The target's logits contain the corrections of takedown requests, but are not steered by the rule: never
-        answer from them. Both are 0 at padding.
+        Many settings can be applied to them. The rule has not steered the logits: never answer from them. All are 0
+        at padding.
 
         Raises:
             UsageError: the mask does not fit the tokens, or the cache belongs to another model.
             FailedClosed: the divergence or the target's logits are not finite, or the caches differ in length.
-        """
-        return self.unsteered_components(input_ids, attention_mask, position_ids, past_key_values, logits_to_keep)[1:]
-
-    def unsteered_components(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        attention_mask: Int[Tensor, "batch past_and_tokens"] | None = None,
-        position_ids: Int[Tensor, "batch_or_one tokens"] | None = None,
-        past_key_values: DivergenceCache | None = None,
-        logits_to_keep: int = 0,
-    ) -> tuple[Logits, Logits, Logits]:
-        """Run target, experts and takedowns, and return the target's own logits, then the two tensors of `components`.
-
-        For displays of what steering changes; never answer from the first.
         """
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             raise UsageError(f"logits_to_keep is {logits_to_keep!r}; accepted: a whole number of positions, 0 for all")

@@ -231,7 +231,7 @@ def explain_answer(
 ) -> list[Token]:
     """Compute the effect of a rule on the tokens of an existing answer; see `compute_shifts`."""
     ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
-    target, corrected, divergence = model.unsteered_components(ids, logits_to_keep=len(answer))
+    target, corrected, divergence = model.components(ids, logits_to_keep=len(answer))
     steered = steering.apply(corrected[0], divergence[0])
     return compute_shifts(target[0], steered, torch.tensor(answer), decode, reveal=reveal)
 

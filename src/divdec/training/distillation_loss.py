@@ -128,7 +128,7 @@ class SteeredTeacher:
             piece = mask[:, start:stop]
             # The student may run under autocast; the teacher keeps its own precision.
             with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-                target, added = self.model.components(
+                _, target, added = self.model.components(
                     ids[:, read:stop], attention[:, :stop], None, cache, logits_to_keep=stop - start
                 )
                 where = piece.to(target.device)

@@ -51,7 +51,7 @@ class Bundle:
         if self.pair is not None:
             return steered_logits(self.model.target, *self.pair, ids, self.model.steering, self.model.vocab_size)
         with torch.no_grad():
-            target, divergence = (piece[0].float() for piece in self.model.components(torch.tensor([ids])))
+            target, divergence = (piece[0].float() for piece in self.model.components(torch.tensor([ids]))[1:])
         steering = self.model.steering
         if steering.rule == "linear":
             return linear(target, divergence, steering)

@@ -84,7 +84,7 @@ def exact_parts(bundle, prompts):
     """Steered log-probabilities and divergence of transformers in float32: [tokens, vocab] each."""
     model = Reference(bundle)
     with torch.no_grad():
-        divergence = [model.model.components(torch.tensor([ids]))[1][0, :-1] for ids in prompts[5::9]]
+        divergence = [model.model.components(torch.tensor([ids]))[2][0, :-1] for ids in prompts[5::9]]
     return torch.cat([model.logprobs(ids)[:-1] for ids in prompts[5::9]]), torch.cat(divergence)
 
 
