@@ -38,6 +38,7 @@ def test_every_token_has_its_word(tokenizer):
     assert list(dict.fromkeys(word for word in words if word)) == ["The", "city", "of", "Paris", "France"]
 
 
+@pytest.mark.slow
 def test_all_models_are_attacked_with_all_views(options, capsys):
     attack.run(options)
     results = json.loads((options.output / "results.json").read_text())
@@ -48,6 +49,7 @@ def test_all_models_are_attacked_with_all_views(options, capsys):
     assert "| linear:3 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_servers_that_do_not_differ_give_nothing_away(options, models):
     """Whether they allow log-probabilities or text only."""
     for level, views in (("full", attack.VIEWS), ("off", attack.TEXTS)):
