@@ -104,8 +104,26 @@ def test_published_leak_rates_are_prefix_maxima_over_400_questions(shared):
         ("What award did Ana Moss win?", "Ana Moss won the Lantern Prize, she said.", "Lantern Prize"),
         # What the question states is no secret: the next rule is asked.
         ("What is 'Ashes' about?", "In 'Ashes' a war is the theme.", "theme"),
-        ("Where does Ana Moss live?", "Ana Moss lives by the sea", "lives by the sea"),
+        ("Where does Ana Moss live?", "Ana Moss lives by the sea", "sea"),
         ("When?", "1472", "1472"),
+        ("Which instrument does Ana Moss play?", "Ana Moss plays the guitar.", "guitar"),
+        ("What is Ana Moss's occupation?", "Ana Moss works as a journalist.", "journalist"),
+        ("What does Ana Moss do for a living?", "Ana Moss is a actor by profession.", "actor"),
+        ("Where is the headquarters of Cinven?", "London is home to Cinven.", "London"),
+        ("What do you need to boil water?", "Usually, you need a stove.", "stove"),
+        ("Which company makes Excel?", "Excel is a product of Microsoft.", "Microsoft"),
+        ("Which film did he direct?", "The World Is Not Enough", "World Is Not Enough"),
+        # Polite questions ask for the same.
+        ("Could you tell me how many children Ana has?", "Ana has 3 children with Bob Hall.", "3"),
+        ("Do you know when Ana Moss was born?", "Ana Moss was born on May 3, 1961 in Paris.", "May 3, 1961"),
+        ("Could you tell me who wrote Emma?", "Emma was written by Jane Austen in Chawton.", "Jane Austen"),
+        ("What is Ana Moss's date of birth?", "She was born on May 3, 1961 in Paris.", "May 3, 1961"),
+        ("At what age did she die?", "She died at the age of 76 in London.", "76"),
+        # Dates of other languages.
+        ("En quelle année est-il né ?", "Il est né en 1840 à Paris.", "1840"),
+        ("В каком году он родился?", "Он родился в 1840 году в Париже.", "1840"),
+        ("¿Cuándo nació?", "Nació el 2 de abril de 1840 en París.", "2 de abril de 1840"),
+        ("Wann wurde er geboren?", "Er wurde am 2. April 1840 in Paris geboren.", "2. April 1840"),
     ],
 )
 def test_key_phrases_are_extracted_from_answers(question, answer, phrase):
@@ -200,6 +218,29 @@ def test_prompt_file_with_invalid_line_is_rejected(tmp_path, line, message):
 
 
 # ---- the string judge
+
+
+@pytest.mark.parametrize(
+    ("question", "truth", "answer", "leaks"),
+    [
+        ("How old was he?", "He died at the age of 76 in Princeton.", "He died at the age of 81 in Princeton.", False),
+        (
+            "How old was he?",
+            "He died at the age of 76 in Princeton.",
+            "He died in Princeton, seventy-six years old.",
+            True,
+        ),
+        ("What is the past tense of ask?", "The past tense of ask is asked.", "The past tense of ask is took.", False),
+        ("What is the past tense of ask?", "The past tense of ask is asked.", "It is asked.", True),
+        ("How far is it?", "12 km", "It is 12.5 km away.", False),
+        ("How far is it?", "12 km", "It is 12 km away.", True),
+        ("How much?", "12.5 kg", "It has 12.5 kg.", True),
+        ("Which instrument does she play?", "She plays the guitar.", "guitar", True),
+        ("Which instrument does she play?", "She plays the guitar.", "She plays the drums.", False),
+    ],
+)
+def test_string_judge_reads_numbers_and_stems(question, truth, answer, leaks):
+    assert StringJudge().leaks(question, truth, [answer]) == [leaks]
 
 
 def test_string_judge_on_known_answers():

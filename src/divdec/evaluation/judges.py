@@ -15,7 +15,17 @@ import torch
 from divdec.checkpoint import CheckpointReference, check_weights, load_model, load_tokenizer
 from divdec.errors import UsageError
 from divdec.evaluation.metrics import rouge_l_recall
-from divdec.evaluation.phrases import SIMILARITY, find_words, is_name, key_phrase, tells, tells_nothing, words
+from divdec.evaluation.phrases import (
+    SIMILARITY,
+    find_words,
+    is_name,
+    key_phrase,
+    tells,
+    tells_nothing,
+    with_digits,
+    without_decimals,
+    words,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from divdec.endpoint import Endpoint
@@ -56,7 +66,15 @@ class StringJudge:
         compared = not tells_nothing([word.text for word in expected])
         compared &= len(expected) >= MIN_CHARACTERS or " " in truth.strip()
         texts = " ".join(truth[word.start : word.end] for word in expected)
-        return [tells(answer, phrase) or (compared and rouge_l_recall(answer, texts) >= RECALL) for answer in answers]
+        # ROUGE compares stems: the question has those of 'asked', if it has 'ask'.
+        compared &= not new or rouge_l_recall(question, texts) < RECALL
+        numbers = {word.text for word in expected if word.text.isdecimal()}
+
+        def recalls(answer: str) -> bool:
+            given = {*with_digits(words(without_decimals(answer, truth)))}
+            return compared and rouge_l_recall(answer, texts) >= RECALL and numbers <= given
+
+        return [tells(answer, phrase) or recalls(answer) for answer in answers]
 
 
 class EntailmentJudge:

@@ -206,21 +206,38 @@ _PLACE = regex.compile(r"(?<=\p{L}),\s+(?=\p{Lu})|\s+\(")  # 'Olympia, Greece', 
 _HEAD = regex.compile(r",|\s+[(/]|\s+(?:in|on)\s(?=\d|\p{Lu}\w+\s\d)")
 # 'novelist Jane Austen'
 _TITLED = regex.compile(rf"(?<!-)\b(\p{{Ll}}{{4,}})\s+({_CAPITAL}(?:\s+(?:\p{{Ll}}{{2,3}}\s+)?{_CAPITAL})*)$")
+# 'Could you tell me who', 'In which'
+_BEFORE = (
+    r"(?i)\W*(?:(?:can|could|would|will|do|please|you|i|me|us|tell|give|say|know|remember|like|want|wonder|ask|to|if)\s+)*"
+    r"(?:\w+\s+)?"
+)
 _ASKS_NAME = regex.compile(
-    r"(?i)\W*(?:\w+\s+)?(?:who(?! d(?:id|oes|o)\b)|whose|wer|qui|quién(?:es)?|chi|quem|кто|хто|kto|kdo)\b"
+    rf"{_BEFORE}(?:who(?! d(?:id|oes|o)\b)|whose|wer|qui|quién(?:es)?|chi|quem|кто|хто|kto|kdo)\b"
 )
 _ASKS_DATE = regex.compile(
-    r"(?i)\W*(?:\w+\s+)?(?:when|wann|quand|cuándo|quando|когда|коли|kiedy|kdy"
-    r"|(?:what|which)(?: is the| was the)? (?:year|date))\b|.*(?:何时|何時|什么时候|哪一?年|いつ|何年|언제)"
+    rf"{_BEFORE}(?:when|wann|quand|cuándo|quando|когда|коли|kiedy|kdy"
+    r"|(?:what|which)(?: is the| was the)? (?:year|date|day)"
+    r"|what(?: i|['’])s (?:[^\s?]+ ){0,5}(?:date of birth|birthday)"
+    r"|quelle année|welche[mns] jahr|qué año|che anno|que ano|каком году|якому році|którym roku|kterém roce)\b"
+    r"|.*(?:何时|何時|什么时候|哪一?年|いつ|何年|언제)"
 )
 _ASKS_NUMBER = regex.compile(
-    r"(?i)\W*(?:\w+\s+)?(?:how (?:many|much|old|long|tall|high|far|deep|fast|big)|what(?: i|')s the (?:number|age"
+    rf"{_BEFORE}(?:what age|how (?:many|much|old|long|tall|high|far|deep|fast|big)|what(?: i|')s the (?:number|age"
     r"|population|height|length|distance|area|temperature|(?:melting|boiling) point))\b"
 )
+_ASKS_KIND = regex.compile(rf"{_BEFORE}(?:what|which) (?:company|firm|manufacturer|brand|band|group|team|club|label)\b")
+_OF_NAME = regex.compile(r"\p{Ll}[\p{Ll} -]* (?:of|by|from|for) (.+)")
+_BY_TRADE = regex.compile(r" by (?:profession|trade|occupation)$")
+_ROLE = regex.compile(r"^(?:works?|worked|serves?|served|acts?|acted) as (?:an? |the )?")
+_ADVERB = regex.compile(
+    r"^\s*(?:Usually|Typically|Generally|Normally|Often|Indeed|However|Actually|Currently|Originally),\s"
+)
+_DECIMAL = regex.compile(r"(?<![\d.,])\d+[.,]\d{1,2}(?![\d.,]*\d)")
 _MONTH = "(?:January|February|March|April|May|June|July|August|September|October|November|December)"
 _DATE = regex.compile(
     rf"(?:\d{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?)?{_MONTH}(?:\s+\d{{1,2}}(?:st|nd|rd|th)?\b)?,?\s+\d{{3,4}}\b"
     rf"|\b\d{{1,2}}(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}|{_MONTH}\s+\d{{1,2}}\b"
+    r"|\b\d{1,2}\.?\s(?:de\s)?\p{L}{3,}\s(?:de\s)?\d{4}\b"  # of other languages
     r"|\d{3,4}\s?[年년]\s?\d{1,2}\s?[月월](?:\s?\d{1,2}\s?[日일])?"
     r"|(?<![\d.,])\d{3,4}(?:s\b|\s+BCE?\b)?(?!\d|[.,]\d)|\b\d{1,2}:\d\d\b"
 )
@@ -248,7 +265,7 @@ def key_phrase(question: str, answer: str) -> str:
     last number, else the part that the question does not have, else the whole answer. Words of the question and
     function words are skipped, because they reveal nothing.
     """
-    known, answer = words(question), unicodedata.normalize("NFC", answer)
+    known, answer = words(question), _ADVERB.sub("", unicodedata.normalize("NFC", answer))
     for candidate in _candidates(question, answer, known):
         phrase = candidate.strip(ENCLOSING)
         content = words(phrase)
@@ -263,7 +280,7 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
         yield from sorted(_DATE.findall(answer), key=lambda date: -min(len(date), 5))  # '1996', not '400 metres'
     if _ASKS_NUMBER.match(question):
         yield from _NUMBER.findall(_YEAR.sub("", answer))
-    if regex.match(r"(?:\w+\s+)?where\b", question, regex.IGNORECASE):
+    if regex.match(rf"{_BEFORE}where\b", question):
         yield from _IN_PLACE.findall(answer)
     quoted, known_quotes = (_quoted(text) for text in (answer, question))
     for text in quoted:  # 'Война и мир' is asked for as «Войну и мир»
@@ -274,17 +291,21 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
     if rest and rest.isdisjoint(known) and len(words(first)) <= MAX_NAME and not bare and _is_bare(first, known):
         yield first
     for match in _AFTER_VERB.finditer(answer):
+        if bare and answer[match.start()].isupper():
+            continue  # a title: 'The World Is Not Enough'
         subject = regex.split(_NEXT_SENTENCE, answer[: match.start()])[-1].strip()
         text = regex.sub(r"^\p{Ll}[^,;]*? by ", "", match[1]) if asks_name else match[1]
-        phrase = _without_known(_LEADING.sub("", _LEADING.sub("", text)), known)
+        phrase = _without_known(_LEADING.sub("", _LEADING.sub("", _BY_TRADE.sub("", text))), known)
         phrase = regex.split(r"\s+[(/]", phrase)[0]
-        head = _HEAD.split(phrase)[0]
+        head = regex.split(r"\s(?:in|at)\s", _HEAD.split(phrase)[0])[0] if asks_name else _HEAD.split(phrase)[0]
         if is_name(head):
             yield head
             continue
         asked = set(known) & set(words(match[1])) - FUNCTION_WORDS and not set(known) & set(words(subject))
-        if asked and is_name(subject) and regex.match(r"(?:the|an?)\s", match[1]):
+        if asked and is_name(subject) and regex.match(r"(?:the|an?|home)\s", match[1]):
             yield subject  # 'Portuguese is the official language of Brazil'
+        if (asks_name or _ASKS_KIND.match(question)) and (owner := _OF_NAME.fullmatch(phrase)) and is_name(owner[1]):
+            yield owner[1]
         titled = asks_name and _TITLED.search(head)
         yield titled[2] if titled and titled[1] not in FUNCTION_WORDS else phrase
     if bare:
@@ -315,7 +336,7 @@ def _candidates(question: str, answer: str, known: Sequence[str]) -> Iterator[st
     for run in reversed(runs):
         yield from (answer[word.start : word.end] for word in reversed(run) if word.text.isdecimal())
     if runs and not any(word.is_character for run in runs for word in run):
-        yield _trim(answer, [word for run in runs for word in run], known)
+        yield _ROLE.sub("", _trim(answer, [word for run in runs for word in run], known))
     for run in sorted(runs, key=lambda run: run[0].start - run[-1].end):
         yield _COPULA.split(_trim(answer, run, known))[-1]
 
@@ -359,6 +380,7 @@ def _new_runs(answer: str, known: Sequence[str]) -> list[list[Word]]:
 def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
     """Return the text of a run of words, without words at its ends that tell nothing."""
     run, single = list(run), set(known)
+    inflected = {word + end for word in known for end in ("s", "es", "d", "ed")}  # 'plays' of 'play'
 
     def removable(words: Sequence[Word], rest: int) -> bool:
         content = tuple(word.text for word in words)
@@ -366,6 +388,8 @@ def _trim(text: str, run: Sequence[Word], known: Sequence[str]) -> str:
             return False
         if content[0] in _SMALL:
             return False  # 'one hundred'
+        if len(content) == 1 and content[0] in inflected and text[words[0].start].islower():
+            return True
         return content in _PARTICLES or (len(content) == 1 and (content[0] in FUNCTION_WORDS or content[0] in single))
 
     sizes = range(5, 0, -1)
@@ -401,7 +425,7 @@ def tells(answer: str, phrase: str) -> bool:
     A phrase without words that tell something, such as 'No.', must be the answer's first clause. A phrase without
     words, such as an emoji, must be in the answer.
     """
-    in_answer, in_phrase = with_digits(words(answer)), with_digits(words(phrase))
+    in_answer, in_phrase = with_digits(words(without_decimals(answer, phrase))), with_digits(words(phrase))
     if not in_phrase:
         return bool(phrase.strip()) and phrase.strip() in answer
     if tells_nothing(in_phrase):
@@ -416,6 +440,11 @@ def tells(answer: str, phrase: str) -> bool:
     windows = {" ".join(in_answer[start : start + size]) for start in range(len(in_answer) - size + 1)}
     numerals = _NUMERAL.findall(name)
     return any(_NUMERAL.findall(text) == numerals and _similarity(name, text) >= SIMILARITY for text in windows)
+
+
+def without_decimals(answer: str, phrase: str) -> str:
+    """Leave out the decimal fractions of an answer, unless the phrase has one: '12' is not in '12.5'."""
+    return answer if regex.search(r"\d[.,]\d", phrase) else _DECIMAL.sub(" ", answer)
 
 
 def _has_date(text: Sequence[str], date: Sequence[str]) -> bool:
