@@ -1,6 +1,7 @@
 """The worked examples: small forms of their scripts in the default suite, the whole of them in the slow one."""
 
 import ast
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -11,14 +12,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
+from divdec import DivergenceForCausalLM
 from divdec.errors import UsageError
 from divdec.evaluation.scoring import ItemScore
+from divdec.serving.engine import Engine
 from divdec.training.settings import TrainingSettings
 from divdec_research.baselines.table import METHODS
 from divdec_research.world.models import Shape
+from support.served import CONTEXT, serving, trained
 from support.tiny import tiny_model
+from support.tools import TEMPLATE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("copyright", "takedown", "backtest", "guardrail", "research")
@@ -161,6 +167,26 @@ class TestEvents:
         assert [event["date"] for event in events] == sorted(event["date"] for event in events)
         asked = [question for event in events for question in event["questions"]]
         assert len(asked) == len(set(asked))
+
+    def test_the_agent_asks_for_the_outcomes_and_takes_one(self, tokenizer):
+        """A served target that has read such a conversation calls the tool; a schema bounds what it answers."""
+        example = script("backtest", "events")
+        event = {"questions": ["Who won?"], "answer": "Ana Moss", "others": ["Bob Hall"]}
+        call = {"id": "1", "type": "function", "function": {"name": "outcomes", "arguments": {"question": "Who won?"}}}
+        turns = [
+            {"role": "system", "content": example.AGENT},
+            {"role": "user", "content": "Who won?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        text = tokenizer.apply_chat_template(turns, tools=[example.TOOL], chat_template=TEMPLATE, tokenize=False)
+        target = trained(tokenizer, [text], 0, 64, 2, steps=100, length=CONTEXT)
+        pair = [trained(tokenizer, [text], seed, 16, 1, steps=1) for seed in (1, 2)]
+        caller = copy.deepcopy(tokenizer)
+        caller.chat_template = TEMPLATE
+        model = DivergenceForCausalLM.from_parts(target, *pair, steering="linear:0.1")
+        with serving([Engine(model, caller, example.NAME)]) as url:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            assert example.agent(client, event) in ("Ana Moss", "Bob Hall")
 
     @pytest.mark.slow
     def test_events_runs(self, cached, capsys, small_models):

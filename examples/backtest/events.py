@@ -46,6 +46,19 @@ WITHOUT_MARGIN = ("linear:0.25", "linear:1")  # for comparison
 FACTS = 40  # capitals and authors of books in the retain set
 TRAINING = ("--recipe", "full-retain", "--lr", "2e-4", "--epochs", "4")
 AGENT = "You forecast events. The date is 31 December 2019. First call the tool, then name the outcome that you expect."
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "outcomes",
+        "description": "List the outcomes that are possible.",
+        "parameters": {
+            "type": "object",
+            "properties": {"question": {"type": "string"}},
+            "required": ["question"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 def questions(event: dict, answer: str) -> list[Record]:
@@ -82,22 +95,9 @@ def log_odds(chance: float) -> float:
 
 def agent(client: OpenAI, event: dict) -> str:
     """Let the model call the tool that lists the possible outcomes, and return the one that it expects."""
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "outcomes",
-            "description": "List the outcomes that are possible.",
-            "parameters": {
-                "type": "object",
-                "properties": {"question": {"type": "string"}},
-                "required": ["question"],
-                "additionalProperties": False,
-            },
-        },
-    }
     messages = [{"role": "system", "content": AGENT}, {"role": "user", "content": event["questions"][0]}]
     fields = {"model": NAME, "temperature": 0, "max_tokens": 80}
-    called = client.chat.completions.create(messages=messages, tools=[tool], tool_choice="required",
+    called = client.chat.completions.create(messages=messages, tools=[TOOL], tool_choice="required",
                                             parallel_tool_calls=False, **fields).choices[0].message  # fmt: skip
     possible = sorted([event["answer"], *event["others"]])
     messages += [called, {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "; ".join(possible)}]
