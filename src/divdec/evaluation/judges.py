@@ -25,7 +25,7 @@ from divdec.evaluation.phrases import (
     with_digits,
     without_decimals,
     words,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from divdec.endpoint import Endpoint

@@ -152,6 +152,8 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         json.dumps(schema, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("it holds half a surrogate pair, which is not a character") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if schema.get("type", "object") != "object":
         raise ValueError("accepted: a JSON schema of type object")
     return schema

@@ -204,10 +204,15 @@ def test_non_json_bodies_are_rejected(http):
     packed = gzip.compress(body), {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     assert "'gzip'" in error_of(http.post(PATHS[0], content=packed[0], headers=packed[1]), 415)["message"]
     assert "is empty" in error_of(http.post(PATHS[0], headers={"Content-Type": "application/json"}))["message"]
-    tool = {"type": "function", "function": {"name": "a", "parameters": {"description": chr(0xD800)}}}
-    turns = json.dumps(TURNS | {"tools": [tool]})  # as \\ud800
-    error = error_of(http.post(PATHS[1], content=turns, headers={"Content-Type": "application/json"}))
-    assert error["param"] == "tools.0.function.parameters"
+    # Half a surrogate pair, and depths about that at which Python's parser and encoder of JSON give up.
+    for schema in (
+        r'{"description": "\ud800"}',
+        *('{"a":' * depth + "1" + "}" * depth for depth in range(860, 1000, 9)),
+    ):
+        tools = '[{"type": "function", "function": {"name": "a", "parameters": ' + schema + "}}]"
+        turns = json.dumps(TURNS)[:-1] + f', "tools": {tools}' + "}"
+        error = error_of(http.post(PATHS[1], content=turns, headers={"Content-Type": "application/json"}))
+        assert error["param"] == "tools.0.function.parameters" or "ud800" not in schema
     # Java's client offers HTTP/2 with each request.
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     assert http.post(PATHS[0], json=ASKED, headers=offer).status_code == 200
