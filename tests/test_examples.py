@@ -20,7 +20,9 @@ from divdec.errors import UsageError
 from divdec.evaluation.scoring import ItemScore
 from divdec.serving.engine import Engine
 from divdec.training.settings import TrainingSettings
-from divdec_research.baselines.table import METHODS
+from divdec_research.baselines.table import METHODS, TITLES
+from divdec_research.compare.settings import GRIDS
+from divdec_research.world.facts import WorldSettings, build_world, write_tofu
 from divdec_research.world.models import Shape
 from support.served import CONTEXT, serving, trained
 from support.tiny import tiny_model
@@ -28,11 +30,12 @@ from support.tools import TEMPLATE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("copyright", "takedown", "backtest", "guardrail", "research")
+SCRIPTS = {"research": "compare"}  # others are named as their folders
 BRIEF = TrainingSettings(epochs=0.2, learning_rate=1e-3, batch_size=32)
 
 
 def script(name, file=None):
-    place = EXAMPLES / name / f"{file or name}.py"
+    place = EXAMPLES / name / f"{file or SCRIPTS.get(name, name)}.py"
     spec = importlib.util.spec_from_file_location(f"example_{file or name}", place)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -127,10 +130,12 @@ class TestBacktest:
 @pytest.fixture(autouse=True)
 def registered_methods():
     """The research example registers a method; other tests in the process have the laboratory's alone."""
-    before = dict(METHODS)
+    registries = METHODS, TITLES, GRIDS["pretrained"]
+    before = [dict(registry) for registry in registries]
     yield
-    METHODS.clear()
-    METHODS.update(before)
+    for registry, old in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(old)
     sys.modules.pop("min_likelihood", None)
 
 
@@ -199,23 +204,29 @@ class TestEvents:
 
 
 @pytest.mark.slow
-def test_research(cached, capsys, small_models, monkeypatch):
-    """Random models know no fact, so every answer counts as right here; what is asked and kept is the same."""
+def test_research(cached, capsys, small_models, monkeypatch, tmp_path):
+    """The fictitious world in TOFU's files, and random models: every step runs, and none a second time."""
     example = script("research")
-    commands = importlib.import_module("divdec_research.cli.comparison")
-    if "min-likelihood" not in list(commands.baseline):  # where another test has loaded the commands before
-        method = METHODS["min-likelihood"]
-        commands.baseline.command(commands._command(method), name=method.name)
-    monkeypatch.setattr("divdec.demo.facts.Fact.is_in", lambda self, text: True)
-    given = [*small_models, "--kind", "symbols", "--methods", "min-likelihood", "--output", str(cached)]
-    options = ("--epochs", "1", "--lr", "1e-3"), ("--epochs", "1", "--lr", "1e-3")
-    found = example.main(given, *options)
-    assert list(found) == ["target", "min-likelihood", "divdec"]
-    assert set(found["divdec"]) == set(example.COLUMNS)
+    world = WorldSettings(forget_authors=2, retain_authors=8, holdout_authors=2, public_authors=13, passing_authors=20)
+    data = tmp_path / "data"
+    write_tofu(build_world(world), data)
+    forget, *others = (data / f"{name}.json" for name in ("forget01_perturbed", "retain_perturbed", "holdout01"))
+    (data / "forget01.json").write_text(forget.read_text())
+    (data / "retain99.json").write_text("".join(file.read_text() for file in others))
+    tuning = dataclasses.replace(example.tofu.TUNING, epochs=1.0)
+    monkeypatch.setitem(example.tofu.SIZES, "forget01",
+                        dataclasses.replace(example.tofu.SIZES["forget01"], tuning=tuning))  # fmt: skip
+    monkeypatch.setattr(example.tofu, "PART_EPOCHS", 1.0)
+    monkeypatch.setattr(example.tofu, "SWEEP", ("linear:1", "rank:5"))
+    monkeypatch.setattr("divdec_research.suites.tofu.NEW_TOKENS", 4)
+    given = [*small_models, "--data", str(data), "--limit", "2", "--output", str(cached)]
+    rows = example.main(given)
+    assert {row["method"] for row in rows} == {"target", "retrain", *example.CHOSEN}
+    assert all(0 <= row["openunlearning"]["mem"] <= 1 for row in rows)
     assert (cached / "research.svg").is_file()
     capsys.readouterr()
-    assert example.main(given, *options) == found  # finished work is not done again
-    assert "$ divdec" not in capsys.readouterr().out
+    assert example.main(given) == rows
+    assert "epoch" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -257,7 +268,7 @@ def test_invalid_example_options_print_one_line_and_exit_2(tmp_path):
 def test_example_page_shows_command_and_links_resolve(name):
     page = EXAMPLES / name / "README.md"
     text = page.read_text()
-    assert f"python examples/{name}/{name}.py" in text
+    assert f"python examples/{name}/{SCRIPTS.get(name, name)}.py" in text
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
@@ -342,12 +353,59 @@ class TestNotebook:
         assert steered[2] >= 0.8 * target[2]  # the retain set
 
 
+def test_screening_counts_the_tokens_that_a_model_recites(tokenizer, tmp_path, capsys):
+    """A model recites the text that it was trained on, and another text as far as the two are the same."""
+    text = (EXAMPLES / "copyright" / "mit.txt").read_text()
+    ids = tokenizer(text)["input_ids"]
+    trained(tokenizer, [tokenizer.decode(ids[:40])], 0, 64, 2, steps=100, length=64).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "known.txt").write_text(text)
+    (tmp_path / "other.txt").write_text(tokenizer.decode([*ids[:22], *reversed(ids[:40])]))
+    screen = script("copyright", "screen")
+    files = [str(tmp_path / name) for name in ("other.txt", "known.txt")]
+    counts = screen.main(["--target", str(tmp_path / "m"), "--tokens", "15", *files])
+    assert counts == [(15, "known.txt"), (7, "other.txt")]
+    assert capsys.readouterr().out.splitlines()[0] == " 15 of 15  known.txt"
+    assert screen.main(["--target", str(tmp_path / "m"), "--tokens", "60", *files])[0][1] == "known.txt"
+    assert "other.txt is left out: it has fewer than 120 tokens" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no file has 1000 tokens"):
+        screen.main(["--target", str(tmp_path / "m"), "--tokens", "500", *files])
+
+
+@pytest.fixture
+def real_models():
+    """GGUF files of `make real-models`, in the folder that DIVDEC_MODELS names."""
+    folder = Path(os.environ.get("DIVDEC_MODELS", "absent"))
+    if not (folder / "qwen-0.5b.gguf").is_file():
+        pytest.skip("the real models are not at hand: set DIVDEC_MODELS to the folder of qwen-0.5b.gguf")
+    return folder
+
+
 @pytest.mark.slow
-def test_copyright_of_a_pretrained_model(cached):
+def test_research_on_a_pretrained_model(cached, real_models, monkeypatch):
+    """The 0.5B learns an author of TOFU; steered, it gives his facts a lower probability, the kept ones hardly."""
+    data = Path(os.environ.get("DIVDEC_SHARED", "../shared")) / "data" / "tofu"
+    if not data.is_dir():
+        pytest.skip("TOFU is not at hand: set DIVDEC_SHARED to the folder that has data/tofu")
+    example = script("research")
+    tuning = dataclasses.replace(example.tofu.TUNING, epochs=2.0, batch_size=4)
+    size = dataclasses.replace(example.tofu.SIZES["forget01"], tuning=tuning)
+    monkeypatch.setitem(example.tofu.SIZES, "forget01", size)
+    monkeypatch.setattr(example.tofu, "PART_EPOCHS", 2.0)
+    monkeypatch.setattr(example.tofu, "SWEEP", ("linear:1",))
+    base = str(real_models / "qwen-0.5b.gguf")
+    rows = example.main(["--data", str(data), "--target", base, "--base", base, "--methods", "linear", "--limit", "3",
+                         "--output", str(cached)])  # fmt: skip
+    target, retrained, linear = ({name: row[name] for name in ("forget prob", "retain prob")} for row in rows)
+    assert retrained["forget prob"] < target["forget prob"]
+    assert linear["forget prob"] < target["forget prob"] / 2
+    assert linear["retain prob"] > target["retain prob"] / 2
+
+
+@pytest.mark.slow
+def test_copyright_of_a_pretrained_model(cached, real_models):
     """A real model recites a text of its pretraining, a takedown stops it, and withdrawing the takedown restores it."""
-    folder = os.environ.get("DIVDEC_MODELS")
-    if folder is None or not (target := Path(folder) / "qwen-0.5b.gguf").is_file():
-        pytest.skip("the real model is not at hand: set DIVDEC_MODELS to the folder of qwen-0.5b.gguf")
+    target = real_models / "qwen-0.5b.gguf"
     found = script("copyright").main(["--target", str(target), "--output", str(cached), "--questions", "2"])
     before, streamed, after, again = found["words recited before, while reading, after, and when withdrawn"]
     assert before > 20

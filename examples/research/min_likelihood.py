@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from divdec_research.baselines.methods.grad_diff import METHODS, GradDiff, GradDiffSettings, Method
+from divdec_research.baselines.methods.grad_diff import GradDiff, GradDiffSettings, Method
+from divdec_research.baselines.table import METHODS, TITLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,3 +22,4 @@ class MinLikelihood(GradDiff):
 METHODS["min-likelihood"] = Method(
     "MinLikelihood", MinLikelihoodSettings, "this example", "lower π(y | x)", objective=MinLikelihood
 )
+TITLES["min-likelihood"] = METHODS["min-likelihood"].title

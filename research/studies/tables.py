@@ -44,6 +44,7 @@ ATTACKS = (
     "{reversed:.2f} | "
 )
 ATTACKED = "real_pair/capitals-0-lora-attacks.json"
+STUDENT = "real_pair/capitals-0-lora-student.json"
 AGGREGATES = (
     "{openunlearning[agg]:.2f} ({openunlearning[mem]:.2f}/{openunlearning[priv]:.2f}/{openunlearning[utility]:.2f})"
 )
@@ -97,6 +98,13 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
         [
             ("| target | " + ATTACKS + "– |", ATTACKED, "target", "figures"),
             ("| linear:1:4:full | " + ATTACKS + "{samples, any:.2f} |", ATTACKED, "linear:1:4:full", "figures"),
+        ],
+    ),
+    "student": (
+        "| | " + ANSWERS_HEAD,
+        [
+            ("| student | " + ANSWERS, STUDENT, "student", "figures"),
+            ("| weights rounded to 4 bits | " + ANSWERS, STUDENT, "student, 4 bits", "figures"),
         ],
     ),
     "tofu": (

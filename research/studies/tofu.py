@@ -81,6 +81,7 @@ SIZES = {
 }  # fmt: skip
 LAYERS, HEALING_MINUTES = 8, 5.0
 PAIR_EPOCHS, PAIR_RATE = 10.0, 3e-4  # with six, p still misses a fifth of what q does not know
+PART_EPOCHS, PART_BATCH = 5.0, 4  # a part of a split, in as many steps as the whole of forget01
 # The paper's range for the linear rule, in twenty steps, and its values of k.
 SWEEP = (*(f"linear:{n / 5:g}" for n in range(1, 21)), *(f"rank:{k}" for k in (1, 5, 20, 50, 100, 200, 500, 1000)))
 # Those at the front take minutes; the table is complete in itself after each group.
@@ -88,7 +89,6 @@ GROUPS = (
     ("linear", "rank", "ngram-filter", "guardrail"), ("npo", "grad-diff"), ("simnpo", "rmu", "whp", "distill"),
 )  # fmt: skip
 LORA_GROUP = "grad-ascent", "undial", "offset", "ucd"  # the grid for all weights does not have them
-ATTACKS = 20
 # Relearning: the methods, and the epochs after which questions are asked.
 RELEARNED = "retrain", "distill", "npo", "grad-diff", "simnpo", "rmu"
 EPOCHS = (1, 2, 4, 8)
@@ -136,7 +136,11 @@ def main():
         "--recipe", default="matched", choices=("matched", "full-retain"), help="the pair's; the paper's is full-retain"
     )
     parser.add_argument("--methods", nargs="+", help="measure these methods alone, such as: linear rank")
+    parser.add_argument("--forget", type=int, help="forget the split's first N questions, and keep twice as many")
     parser.add_argument("--limit", type=int, default=60, help="questions asked of each set")
+    parser.add_argument(
+        "--attacks", type=int, default=20, help="prompts a question for Leak@k; 0: no relearning either"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="number of trials to run in parallel")
     try:
         run(parser.parse_args())
@@ -144,11 +148,19 @@ def main():
         parser.exit(2, f"tofu: {error}\n")
 
 
-def run(options):
-    """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables."""
-    data, output, limit, split, size = options.data, options.output, options.limit, options.split, SIZES[options.split]
+def run(options, more_methods=None):
+    """Make the models that the output folder lacks, compare the methods, attack the results, and print the tables.
+
+    Args:
+        options: of the command line.
+        more_methods: settings of methods that this study does not know, or other settings of those that it knows.
+    """
+    data, output, limit, split = options.data, options.output, options.limit, options.split
+    size = size_of(split, options.forget)
     groups = (*GROUPS, LORA_GROUP) if options.lora_rank else GROUPS
     known = [method for group in groups for method in group]
+    if added := [method for method in more_methods or () if method not in known]:
+        groups, known = (*groups, added), [*known, *added]
     if unknown := [method for method in options.methods or () if method not in known]:
         raise UsageError(f"--methods: {unknown[0]} is not known; accepted: {', '.join(known)}")
     groups = [[name for name in group if name in (options.methods or known)] for group in groups]
@@ -157,49 +169,64 @@ def run(options):
     folder = output / "tofu"
     if not folder.exists():
         with output_folder(folder) as temporary:
-            assemble(data, temporary, limit, split)
+            assemble(data, temporary, limit, split, size, options.forget)
     elif not (folder / f"{split}.json").exists():
         raise UsageError(f"{output} was begun with another --split than {split}; give another --output")
     elif (asked := len(read_rows(folder / "real_authors_perturbed.json"))) != limit:
         raise UsageError(f"{output} was begun with --limit {asked}, not {limit}; give another --output")
     trained = {"lora_rank": options.lora_rank, "recipe": options.recipe}
     begun = {"target": options.target, "base": options.base} | trained
+    begun |= {"forget": options.forget} if options.forget else {}
     if (output / TRAINED).exists() and (earlier := read_json(output / TRAINED)) != begun:
         raise UsageError(f"{output} was begun with {earlier}, not {begun}; give another --output")
     write_json(output / TRAINED, begun)
     check_training(options.target, "this study", lora=options.lora_rank > 0)
     original = CheckpointReference.parse(options.target).resolve(Path(), weights=True)
     forget, retain = (read_records(folder / f"{name}.json") for name in (split, size.retain))
-    tuning = tuning_of(output)
+    tuning = dataclasses.replace(size.tuning, lora_rank=options.lora_rank)
     tuned = tune(original, [forget, retain], output / "target", tuning)
     retrained = tune(original, [retain], output / "retrain", tuning)
     base = make_base(options.target, output / "base") if options.base is None else options.base
-    pair = make_pair(tuned, base, folder / f"{split}.json", folder / f"{size.retain}.json", output / "pair", trained)
+    steps = {"epochs": PART_EPOCHS, "batch_size": PART_BATCH} if options.forget else {"epochs": PAIR_EPOCHS}
+    sets = folder / f"{split}.json", folder / f"{size.retain}.json"
+    pair = make_pair(tuned, base, *sets, output / "pair", trained, steps)
     print(sweep(folder, split, pair / "bundle", output / "sweep.json"), flush=True)
     adapt_grid(size, options.lora_rank)
+    GRIDS["pretrained"].update(more_methods or {})
     methods = []
     for group in groups:
         methods += group
         settings = CompareSettings(
             data=str(folder), split=split, bundle=str(pair / "bundle"), retrain=str(retrained), base=base,
             methods=tuple(methods), grid="pretrained", seeds=1, output=str(output / "compare"),
-            attacks=ATTACKS if group is groups[-1] else 0, jobs=options.jobs,
+            attacks=options.attacks if group is groups[-1] else 0, jobs=options.jobs,
         )  # fmt: skip
         compare_methods(settings, report)
         write_json(output / "results.json", collect(output, methods))
         print(tables(read_json(output / "results.json")), flush=True)
-    relearned = relearn_all(output, tuned, retrained, methods, forget, size)
-    write_json(output / "results.json", collect(output, methods) | {"relearning": relearned})
-    print(tables(read_json(output / "results.json")))
+    if options.attacks:
+        relearned = relearn_all(output, tuned, retrained, methods, forget, size)
+        write_json(output / "results.json", collect(output, methods) | {"relearning": relearned})
+        print(tables(read_json(output / "results.json")))
 
 
 def report(line):
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
-def assemble(data, folder, limit, split):
-    """Write TOFU's files for one target: the retain set cut to what is learned, and a holdout set."""
+def size_of(split, forget=None):
+    """Return how much of a split is learned: all, or its first `forget` questions in as many steps."""
     size = SIZES[split]
+    if forget is None:
+        return size
+    batch = max(1, round(size.tuning.batch_size * 2 * forget / size.kept))
+    shown = max(1, forget // 4)
+    tuning = dataclasses.replace(size.tuning, batch_size=batch)
+    return dataclasses.replace(size, kept=2 * forget, tuning=tuning, shown=shown, asked=forget - shown)
+
+
+def assemble(data, folder, limit, split, size, first=None):
+    """Write TOFU's files for one target: forget and retain set cut to what is learned, and a holdout set."""
     most = len(read_rows(data / "real_authors_perturbed.json"))
     if not 1 <= limit <= most:
         raise UsageError(f"--limit is {limit}; accepted: 1 to {most}, the questions about real authors")
@@ -212,12 +239,14 @@ def assemble(data, folder, limit, split):
         )
     known = {row["question"] for row in kept}
     files = {
-        split: read_rows(data / f"{split}.json"),
+        split: (forget := read_rows(data / f"{split}.json")[:first]),
         size.retain: kept,
         size.holdout: spread([row for row in retain[size.kept :] if row["question"] not in known], limit),
     }
     files["retain_perturbed"] = spread(asked, limit)
-    for name in (f"{split}_perturbed", "real_authors_perturbed", "world_facts_perturbed"):
+    # The perturbed questions are a split's first ones, too, in its order.
+    files[f"{split}_perturbed"] = spread(read_rows(data / f"{split}_perturbed.json")[: len(forget)], limit)
+    for name in ("real_authors_perturbed", "world_facts_perturbed"):
         files[name] = spread(read_rows(data / f"{name}.json"), limit)
     for name, rows in files.items():
         (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -256,13 +285,12 @@ def make_base(target, folder):
     return str(folder)
 
 
-def make_pair(target, base, forget, retain, folder, trained):
+def make_pair(target, base, forget, retain, folder, trained, steps):
     if not (folder / "run.json").exists() or not (folder / "bundle").exists():
         train_auxiliaries(
             AuxiliarySettings(
                 base=base, target=str(target), forget=str(forget), retain=str(retain), output=str(folder),
-                epochs=PAIR_EPOCHS, learning_rate=PAIR_RATE, system_prompt=FORM.system_prompt, merge=True,
-                **trained,
+                learning_rate=PAIR_RATE, system_prompt=FORM.system_prompt, merge=True, **trained, **steps,
             ),
             report,
             measure=trained["recipe"] == "matched",  # the paper's recipes are trained once, on the whole retain set
@@ -333,6 +361,8 @@ def split_of(run):
 
 def tuning_of(run):
     """Return how the target of a run learns."""
+    if (run / TRAINED).exists() and "forget" in read_json(run / TRAINED):
+        raise UsageError(f"{run} was begun with --forget; this needs a run on a whole split")
     return dataclasses.replace(SIZES[split_of(run)].tuning, lora_rank=lora_rank_of(run))
 
 

@@ -58,7 +58,7 @@ def small(monkeypatch, folder):
     monkeypatch.setattr(benchmark, "RELEARNED", ("retrain", "npo"))
     monkeypatch.setattr(benchmark, "EPOCHS", (1, 2))
     monkeypatch.setattr(benchmark, "RELEARNING", dataclasses.replace(benchmark.RELEARNING, epochs=2.0))
-    for name, value in (("PAIR_EPOCHS", 2.0), ("ATTACKS", 1), ("ANSWER", 8)):
+    for name, value in (("PAIR_EPOCHS", 2.0), ("ANSWER", 8)):
         monkeypatch.setattr(benchmark, name, value)
     monkeypatch.setattr(tofu, "NEW_TOKENS", 8)
     grid = {
@@ -76,6 +76,7 @@ def test_every_stage_runs_once(folder, small, tmp_path, capsys, monkeypatch):
     options = argparse.Namespace(
         data=folder / "data", output=tmp_path / "run", target=str(folder / "original"), base=str(folder / "base"),
         split="forget05", limit=4, lora_rank=2, recipe="full-retain", methods=None, jobs=1,
+        forget=None, attacks=1,
     )  # fmt: skip
 
     def run(**changed):
