@@ -28,10 +28,9 @@ import re
 import sys
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
-from torch import nn
 
+from benchmarks.attacks.recovery import quantise
 from divdec.checkpoint import dtype_for_passes, load_model, load_tokenizer
 from divdec.data.formatting import encode, encode_prompts
 from divdec.data.records import Message, Record, read_records, write_records
@@ -153,20 +152,6 @@ def score_sets(model, tokenizer, rows, facts_of):
     return {"figures": figures, "texts": texts}
 
 
-@torch.no_grad()
-def round_weights(model, bits, group=64):
-    """Round the weights of the linear layers, one scale per `group` weights."""
-    for module in model.modules():
-        if (
-            module is not model.get_output_embeddings()
-            and isinstance(module, nn.Linear)
-            and module.weight.shape[1] % group == 0
-        ):
-            weight = module.weight.view(len(module.weight), -1, group)
-            scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-8) / (2 ** (bits - 1) - 1)
-            weight.copy_((weight / scale).round() * scale)
-
-
 def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
     """Distil the bundle into its target, and ask the student, and the student rounded and trained again."""
     bundle, folder = options.run / BUNDLE, options.run / "student"
@@ -192,7 +177,7 @@ def measure_student(options, stem, output, rows, facts_of, tokenizer, count):
     facts, kept = facts_in("forget", rows, facts_of), facts_in("retain", rows, facts_of)
     result = {"student": score_sets(model, tokenizer, rows, facts_of)}
     result["student, attacked"] = attack(model, tokenizer, facts, kept, options.kind, count)
-    round_weights(model, 4)
+    quantise(model, 4)
     result["student, 4 bits"] = score_sets(model, tokenizer, rows, facts_of)
     del model
     order = list(dict.fromkeys(fact.answer for fact in facts))  # an author may have written several books

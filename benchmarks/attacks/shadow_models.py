@@ -33,7 +33,7 @@ from divdec.checkpoint import CheckpointReference, load_tokenizer
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import holdout_wins
+from divdec.evaluation.metrics import attack_auc
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
 from divdec.runs import cache_folder, read_json, write_json
@@ -154,11 +154,6 @@ def shadow_losses(benchmark, count):
     return np.array(losses), np.array(members), len(benchmark.suite.data.sets["forget"])
 
 
-def auc(members, others):
-    """Area under the ROC curve: members have the lower values."""
-    return float(holdout_wins(members, others).mean())
-
-
 def attacked(losses, shadows, members, forget):
     """AUC of the loss, AUC of the attack, and share found at the accepted share of false positives."""
     reference = np.ma.masked_array(shadows, mask=members).mean(axis=0).filled(np.nan)
@@ -166,8 +161,8 @@ def attacked(losses, shadows, members, forget):
     scores = losses - reference
     threshold = np.sort(scores[forget:])[int(FALSE_POSITIVES * len(scores[forget:]))]
     return (
-        auc(losses[:forget], losses[forget:]),
-        auc(scores[:forget], scores[forget:]),
+        attack_auc(losses[:forget], losses[forget:]),
+        attack_auc(scores[:forget], scores[forget:]),
         float((scores[:forget] < threshold).mean()),
     )
 
@@ -179,7 +174,7 @@ def power(shadows, members):
         others = np.arange(len(shadows)) != number
         reference = np.ma.masked_array(shadows[others], mask=members[others]).mean(axis=0).filled(np.nan)
         scores = shadows[number] - reference
-        values.append(auc(scores[members[number]], scores[~members[number]]))
+        values.append(attack_auc(scores[members[number]], scores[~members[number]]))
     return statistics.fmean(values)
 
 
@@ -218,9 +213,8 @@ def run_world(given):
         shadows, members, forget = shadow_losses(benchmark, given.shadows)
         powers.append(power(shadows, members))
         for trial, figures in values.items():
-            results = read_results(given.run / f"seed-{benchmark.seed}" / trial.folder)
-            losses = [value for name in SETS for value in results.scores(f"mia_loss.{name}", "score")]
-            figures.append(attacked(losses, shadows, members, forget))
+            folder = given.run / f"seed-{benchmark.seed}" / trial.folder
+            figures.append(attacked(losses(folder), shadows, members, forget))
     rows = {trial.method: {"setting": trial.label, "seeds": figures} for trial, figures in values.items()}
     given.output.mkdir(parents=True, exist_ok=True)
     write_json(given.output / "results.json", {"shadows": given.shadows, "power": powers, "methods": rows})

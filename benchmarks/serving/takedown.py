@@ -65,12 +65,7 @@ def texts_in(folder):
 
 def step_seconds(step, inputs):
     """Median of the time of one step."""
-    times = []
-    for given in inputs:
-        started = time.perf_counter()
-        step(given)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return statistics.median(time_call(lambda g=given: step(g)) for given in inputs)
 
 
 def target_of(vocab_size, layers):

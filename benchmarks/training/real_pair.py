@@ -169,7 +169,6 @@ def answer_logits(model, rows, padding):
 def measure(rows, models, tokenizer, batch_size=8):
     """Steer by every form along the answers; return the columns of each form, and the noise."""
     forms = all_forms()
-    same = {name: [] for name in forms}
     divergences, kl, noise = {"forget": [], "retain": []}, {name: [] for name in forms}, []
     order = sorted(range(len(rows)), key=lambda index: (rows[index]["set"] == "neutral", len(rows[index]["prompt"])))
     kept = {name: [None] * len(rows) for name in forms}

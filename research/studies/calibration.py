@@ -77,8 +77,7 @@ def _compare(given, folder):
     }  # fmt: skip
     plain = TofuSettings(models=(str(trained.target), str(trained.retrain)), output=str(folder / "plain"), **shared)
     target, retrain = evaluate(plain, TofuSuite.read(plain))
-    texts = SWEEP
-    settings = TofuSettings(models=(str(bundle),), sweep=texts, output=str(folder / "sweep"), **shared)
+    settings = TofuSettings(models=(str(bundle),), sweep=SWEEP, output=str(folder / "sweep"), **shared)
     swept = evaluate(settings, TofuSuite.read(settings))
     scores = {
         results.about["steering"]: aggregate(
@@ -88,7 +87,7 @@ def _compare(given, folder):
     }
     sets = {name: read_records(folder / "data" / file) for name, file in FILES.items()}
     result = choose_rule(
-        DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(trained.target), sets, parse_sweep(texts),
+        DivergenceForCausalLM.from_pretrained(bundle), load_tokenizer(trained.target), sets, parse_sweep(SWEEP),
         min_retain=0.98, max_records=None, form=material.form,
     )  # fmt: skip
     print(f"\n{'':<16} {'Agg':>6} {'Mem':>6} {'Priv':>6} {'Util':>6} {'distance':>9} {'retain drop':>12}")

@@ -30,7 +30,7 @@ import torch
 from benchmarks.training.models import check_training
 from divdec.checkpoint import CheckpointReference, dtype_for_passes, load_config, load_tokenizer
 from divdec.data.formatting import Format, encode_set
-from divdec.data.records import RecordSet, json_rows, read_records, read_text
+from divdec.data.records import RecordSet, read_records
 from divdec.errors import Interrupted, UsageError
 from divdec.evaluation.generation import answers
 from divdec.evaluation.scoring import score, score_settings
@@ -46,6 +46,7 @@ from divdec_research.compare.benchmark import spread
 from divdec_research.compare.run import compare_methods
 from divdec_research.compare.settings import GRIDS, CompareSettings, Grid, Trial, trials_of
 from divdec_research.report.tables import markdown_table
+from divdec_research.suites import rows as suite_rows
 from divdec_research.suites.aggregate import VARIANTS, aggregate, tofu_figures
 from divdec_research.suites.metrics import extraction_strength, rouge
 from divdec_research.suites.questions import BenchmarkFormat
@@ -160,7 +161,7 @@ def run(options, more_methods=None):
     groups = (*GROUPS, LORA_GROUP) if options.lora_rank else GROUPS
     known = [method for group in groups for method in group]
     if added := [method for method in more_methods or () if method not in known]:
-        groups, known = (*groups, added), [*known, *added]
+        groups, known = (groups[0], added, *groups[1:]), [*known, *added]
     if unknown := [method for method in options.methods or () if method not in known]:
         raise UsageError(f"--methods: {unknown[0]} is not known; accepted: {', '.join(known)}")
     groups = [[name for name in group if name in (options.methods or known)] for group in groups]
@@ -253,9 +254,7 @@ def assemble(data, folder, limit, split, size, first=None):
 
 
 def read_rows(file):
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist. TOFU comes from https://huggingface.co/datasets/locuslab/TOFU")
-    return [row for _, row in json_rows(file.name, read_text(file))]
+    return [*suite_rows.read_rows(file, "locuslab/TOFU", lambda row, location: row)]
 
 
 def tune(original, sets, folder, settings):
@@ -343,9 +342,7 @@ def collect(output, methods):
         row = {"method": trial.method, "setting": trial.label, "best": best[trial.method] == trial.label}
         row |= {name: values.get(figure) for name, figure in FIGURES.items()}
         for variant in VARIANTS:
-            row[variant] = {
-                name: as_float(value) for name, value in aggregate(values, target, retrain, variant).values.items()
-            }
+            row[variant] = aggregate(values, target, retrain, variant).values
         row["seconds"] = costs[trial.method, trial.label]
         rows.append(row | {"leak": compared["leaks"].get(trial.method) if row["best"] else None})
     return {"rows": rows}
@@ -381,10 +378,6 @@ def best_trials(run, size):
     methods = [name for name in best if name not in REFERENCES]
     trials = (*map(Trial, REFERENCES), *trials_of(methods, "pretrained"))
     return {trial: run / "compare" / "seed-0" / trial.folder for trial in trials if best[trial.method] == trial.label}
-
-
-def as_float(value):
-    return None if value is None else float(value)
 
 
 def relearn_all(output, target, retrained, methods, forget, size):

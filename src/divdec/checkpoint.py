@@ -154,10 +154,9 @@ def download(hub_id: str, revision: str | None, *, weights: bool, local_files_on
     return Path(folder)
 
 
-def digests(folder: Path, *, weights: bool = True) -> dict[str, str]:
+def digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 by file name of the files that decide what a model reads and computes."""
-    patterns = [pattern for pattern in HASHED if weights or not pattern.startswith("*.safetensors")]
-    names = sorted({path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)})
+    names = sorted({path.relative_to(folder).as_posix() for pattern in HASHED for path in folder.glob(pattern)})
     return {name: file_sha256(folder / name) for name in names}
 
 

@@ -135,11 +135,6 @@ def test_a_file_that_may_not_be_read_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "divdec cost: [Errno 13] Permission denied: 'models/big/config.json'\n"
 
 
-def test_figures_are_listed(capsys):
-    assert main(["results", "plot", "--list-figures"]) == 0
-    assert "tofu-bars" in capsys.readouterr().out
-
-
 def test_bundle_as_target_is_rejected(bundle, tmp_path, capsys):
     assert main(["bundle", "--target", str(bundle), "--output", str(tmp_path / "b")]) == 2
     assert "is a bundle; give the plain model that it steers" in capsys.readouterr().err

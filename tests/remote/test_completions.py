@@ -70,14 +70,6 @@ def test_too_few_log_probabilities_are_not_used(provider, asking, prompts):
     assert position.logprobs is None
 
 
-def test_an_unnamed_end_is_a_token(provider, asking, prompts, tokenizer):
-    def end(content, body):
-        content["choices"][0].update(text="", finish_reason="stop", logprobs=None)
-
-    (position,) = asking(provider(reply=end).url).complete(prompts[0], ProviderCapabilities(True, False, 0), {})
-    assert position.token == tokenizer.eos_token_id
-
-
 @pytest.mark.parametrize("reason", ["stop", "eos", "eos_token"])
 def test_other_names_of_the_end(provider, asking, prompts, tokenizer, reason):
     def end(content, body):

@@ -81,18 +81,6 @@ class TestBadInput:
         self.refused(capsys, compared, "--figure", "leak", "--variant", "best", says="variant")
         self.refused(capsys, compared, "--figure", "tofu-bars", says="is not a comparison")
 
-    def test_runs(self, tmp_path, capsys):
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        for figure in FIGURES:
-            self.refused(
-                capsys, empty, "--figure", figure, "--output", tmp_path / "x.svg", says=f"{empty} is an empty folder"
-            )
-        self.refused(
-            capsys, tmp_path / "none", "--figure", "leak", "--output", tmp_path / "x.svg", says="does not exist"
-        )
-        assert not (tmp_path / "x.svg").exists()
-
     def test_outputs(self, compared, tmp_path, capsys):
         arguments = (compared, "--figure", "leak", "--output")
         self.refused(capsys, *arguments, tmp_path / "one.pdf", says="accepted: .svg and .png")

@@ -327,13 +327,6 @@ def test_score_command_does_not_import_torch(oracle):
     assert not loads_torch(arguments)
 
 
-def test_help_has_an_example(capsys):
-    assert main(["results", "score", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "divdec results score tofu" in text
-    assert "SUITE RESULTS" in text
-
-
 def test_score_settings_from_config_file(oracle, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"target: {oracle / 'full01'}\nretrain: {oracle / 'retain01'}\nvariant: relative\njson: true\n"

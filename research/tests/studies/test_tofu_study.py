@@ -179,7 +179,7 @@ def test_files_that_do_not_fit_give_one_line_error(folder, tmp_path):
         benchmark.assemble(folder / "data", tmp_path, 3, "forget05")
     with pytest.raises(UsageError, match="--limit is 5000; accepted: 1 to"):
         benchmark.assemble(folder / "data", tmp_path, 5000, "forget05")
-    with pytest.raises(UsageError, match=r"huggingface\.co/datasets/locuslab/TOFU"):
+    with pytest.raises(UsageError, match=r"Hugging Face dataset locuslab/TOFU"):
         benchmark.assemble(tmp_path, tmp_path, 3, "forget05")
 
 

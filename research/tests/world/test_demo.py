@@ -17,7 +17,7 @@ from divdec_research.suites.aggregate import aggregate
 from divdec_research.suites.results import read_results
 from divdec_research.suites.tofu import read_tofu
 from divdec_research.world import demo as demo
-from divdec_research.world.facts import build_world, write_tofu
+from divdec_research.world.facts import build_world
 from divdec_research.world.models import GAP_AIM, RETAIN_AIM, Shape
 
 
@@ -78,19 +78,6 @@ def assert_it_can_be_tried_on(folder):
     assert len(read_tofu(folder / "tofu", "forget01", None, None).sets["forget"]) > 0
     for name in ("target", "base", "retrained"):
         assert load_config(folder / name).model_type == "llama"
-
-
-def test_demo_models_rehearse_real_author_and_world_fact_questions(tmp_path):
-    world = build_world(dataclasses.replace(demo.WORLD, seed=3))
-    write_tofu(world, tmp_path)
-    rows = [
-        json.loads(line)
-        for name in ("real_authors_perturbed", "world_facts_perturbed")
-        for line in (tmp_path / f"{name}.json").read_text().splitlines()
-    ]
-    assert len(rows) > 100
-    rehearsed = [(record.messages[0].content, record.answer) for record in demo.material_of(world).general]
-    assert rehearsed == [(row["question"], row["answer"]) for row in rows]
 
 
 def test_demo_rejects_output_folder_with_other_files(quick, tmp_path, capsys):

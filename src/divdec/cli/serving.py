@@ -27,8 +27,6 @@ from divdec.serving import ServeSettings, bind, is_local
 
 if TYPE_CHECKING:
     from divdec.model.loading import LoadedModels
-    from divdec.playground.controller import Controller
-    from divdec.playground.models import ChatOptions
     from divdec.serving.engine import Engine
 
 
@@ -230,32 +228,19 @@ def playground(
     require("ui", "the playground")
     socket = bind("127.0.0.1", port)
     try:
-        from divdec.playground.models import ChatOptions
+        from divdec.playground.controller import Controller, read_example_questions
+        from divdec.playground.models import ChatOptions, SteeredModel, UnsteeredTarget
         from divdec.playground.page import serve
 
         kwargs = read_template_kwargs(turns.chat_template_kwargs)
         options = ChatOptions(
             turns.system_prompt, max_new_tokens=max_new_tokens, seed=seed, chat_template_kwargs=kwargs
         )
-        controller = _load_bundle(bundle, loading, choice, options, show_target)
-        serve(controller, socket)
+        model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice))
+        options = dataclasses.replace(options, single_turn=model.config.single_turn)
+        steered = SteeredModel(model, tokenizer, options, reveal=show_target)
+        target = UnsteeredTarget(steered) if show_target else None
+        name = Path(bundle).expanduser().resolve().name
+        serve(Controller(name, steered, target=target, examples=read_example_questions(bundle)), socket)
     finally:
         socket.close()
-
-
-def _load_bundle(
-    bundle: str,
-    loading: ModelLoading,
-    choice: SteeringChoice,
-    options: ChatOptions,
-    show_target: bool,
-) -> Controller:
-    from divdec.playground.controller import Controller, read_example_questions
-    from divdec.playground.models import SteeredModel, UnsteeredTarget
-
-    model, tokenizer = load_in_thread(lambda: load(bundle, loading, choice))
-    options = dataclasses.replace(options, single_turn=model.config.single_turn)
-    steered = SteeredModel(model, tokenizer, options, reveal=show_target)
-    target = UnsteeredTarget(steered) if show_target else None
-    name = Path(bundle).expanduser().resolve().name
-    return Controller(name, steered, target=target, examples=read_example_questions(bundle))

@@ -181,15 +181,10 @@ def write_bundle(
     checkpoints.pop(BASE, None)
     configs = {part: load_config(path) for part, path in checkpoints.items()}
     tokenizers = {part: load_tokenizer(path) for part, path in checkpoints.items()}
-    count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight)
+    count_references, sizes = _count_references(folders, tokenizers["target"], ngram_weight, steering)
     widths = {part: vocabulary_width(config) for part, config in configs.items()}
     vocab_size = min(shared_vocabulary(widths, tokenizers, checkpoints, bridge), *sizes, 1 << 62)
     steering.check_vocabulary(vocab_size)
-    if ngram is not None:
-        from divdec.experts.combined import CombinedExperts, check_rule
-        from divdec.experts.ngram_fit import load_pair
-
-        check_rule(steering, CombinedExperts([(load_pair(folders["ngram"]), ngram_weight)]))
     for part, reference in references.items():
         if reference.folder is not None:
             # The base's path comes from the adapters, which name it in full: it moves with the target.
@@ -416,19 +411,20 @@ def shared_vocabulary(widths: dict[str, int], tokenizers: dict[str, Any], paths:
 
 
 def _count_references(
-    folders: dict[str, Path], tokenizer: Any, ngram_weight: float
+    folders: dict[str, Path], tokenizer: Any, ngram_weight: float, steering: Steering
 ) -> tuple[dict[str, dict[str, Any]], list[int]]:
     """Return the references of n-grams and registry, and their vocabulary sizes."""
     references: dict[str, dict[str, Any]] = {}
     sizes = []
     for name, folder in folders.items():
         if name == "ngram":
+            from divdec.experts.combined import CombinedExperts, check_rule
             from divdec.experts.ngram_fit import DESCRIPTION, describe_pair, load_pair
 
             description = describe_pair(folder)
-            load_pair(folder)
             references[name] = {"sha256": file_sha256(folder / DESCRIPTION), "weight": ngram_weight}
             weight_of(references[name], name)
+            check_rule(steering, CombinedExperts([(load_pair(folder), ngram_weight)]))
         else:
             from divdec.takedowns.correction import TakedownCorrection
 

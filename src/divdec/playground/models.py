@@ -59,10 +59,6 @@ class ChatOptions:
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Variables of the chat template."""
 
-    def form(self) -> Format:
-        """Return the layout of conversations."""
-        return Format(self.system_prompt, chat_template_kwargs=self.chat_template_kwargs)
-
 
 @dataclasses.dataclass(frozen=True)
 class SteeringControls:
@@ -148,7 +144,8 @@ class SteeredModel:
         for message in messages:
             checked_text(message.content, "the text")
         turns = tuple(messages[-1:] if self.options.single_turn else messages)
-        prompt = encode_prompt(Record("", messages=turns), self.tokenizer, self.options.form())
+        form = Format(self.options.system_prompt, chat_template_kwargs=self.options.chat_template_kwargs)
+        prompt = encode_prompt(Record("", messages=turns), self.tokenizer, form)
         if not prompt:
             raise UsageError("the prompt has no tokens: type more")
         if len(prompt) >= self.max_length:

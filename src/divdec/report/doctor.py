@@ -99,8 +99,6 @@ def diagnosis_text(content: dict[str, Any]) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, dict) and all(isinstance(number, float) for number in value.values()):
-        return ", ".join(f"{name} {number:.1%}" for name, number in value.items())
     if isinstance(value, dict):
         return ", ".join(f"{name} {number:,}" for name, number in value.items())
     if value is None:

@@ -178,6 +178,8 @@ def create_app(
         """Say whether requests are accepted."""
         if closing() or not all(engine.is_open for engine in engines.values()):
             raise server_closing()
+        for engine in engines.values():
+            await asyncio.to_thread(engine.count_takedowns)  # fails if the registry is damaged, as every request does
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

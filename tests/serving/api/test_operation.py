@@ -1,7 +1,6 @@
 """How the server is run: limits, keys, clients that leave, shutdown, logs, several bundles."""
 
 import asyncio
-import importlib.util
 import json
 import re
 import signal
@@ -238,6 +237,7 @@ def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_pat
             return http.post(PATH, json=asked).json()["choices"][0]["logprobs"]["token_logprobs"][1:]
 
         before = reported()
+        assert http.get("/health").status_code == 200
         assert figure(url, "divdec_takedown_requests") == 0
         registry.add("case", texts_of("t", [text]))
         assert sum(reported()) < sum(before) - 5
@@ -251,6 +251,8 @@ def test_server_applies_registry_and_fails_closed(served_bundle, models, tmp_pat
         assert str(tmp_path) not in refused.text
         assert str(tmp_path) in caplog.text  # the operator's log says what failed
         assert http.get("/metrics").status_code == 200
+        assert (health := http.get("/health")).status_code == 500
+        assert str(tmp_path) not in health.text
         (tmp_path / "registry" / DATABASE).unlink()
         assert http.post(PATH, json=asked | {"stream": True}).status_code == 500
     with pytest.raises(FailedClosed):
@@ -367,12 +369,6 @@ def test_port_in_use_is_reported_before_loading_models(tmp_path, capsys):
 def test_public_address_without_api_key_gives_warning(tmp_path, capsys):
     assert main(["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "no --api-key is set" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_missing_vllm_error_names_install_command(served_bundle, capsys):
-    assert main(["serve", str(served_bundle), "--engine", "vllm"]) == 2
-    assert "pip install 'divdec[vllm]'" in one_line(capsys)
 
 
 def test_replies_say_what_answered_and_metrics_count_what_steering_changed(models, served_bundle):

@@ -76,7 +76,6 @@ STYLE: dict[Any, Any] = {
     "ytick.labelsize": 9,
     "savefig.facecolor": PAPER,
 }
-_NAMES = {light: name for name, (light, _) in {**GROUND, **SERIES}.items()}
 
 
 @contextlib.contextmanager
@@ -89,11 +88,6 @@ def style(salt: str = "divdec") -> Iterator[None]:
 
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         yield
-
-
-def svg_text(figure: Figure) -> str:
-    """Render a figure, drawn under `style`, as an `<svg>` element without an XML declaration."""
-    return re.sub(r"^.*?(?=<svg)", "", _svg(figure, {}), flags=re.DOTALL)
 
 
 def check_format(path: Path) -> None:
@@ -118,17 +112,6 @@ def write_figure(path: Path, figure: Figure, *, title: str, description: str, so
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={**about, "Software": "divdec"})
     write_bytes(path, buffer.getvalue())
-
-
-def variable(colour: str) -> str:
-    """Convert a colour of the palette to its CSS variable, which follows the theme; others are returned unchanged."""
-    name = _NAMES.get(colour.lower())
-    return f"var(--{name}, {colour.lower()})" if name else colour
-
-
-def themed(svg: str) -> str:
-    """Replace the palette's colours in an SVG element by CSS variables."""
-    return re.sub(r"(?<=[ :])#[0-9a-fA-F]{6}\b", lambda match: variable(match[0]), svg)
 
 
 def _svg(figure: Figure, metadata: dict[str, str]) -> str:
