@@ -33,7 +33,7 @@ from divdec.checkpoint import CheckpointReference, load_tokenizer
 from divdec.data.formatting import encode_records, encode_set
 from divdec.data.records import Message, Record, RecordSet, read_records
 from divdec.errors import UsageError
-from divdec.evaluation.metrics import attack_auc
+from divdec.evaluation.metrics import holdout_wins
 from divdec.evaluation.results import read_results
 from divdec.evaluation.scoring import score
 from divdec.runs import cache_folder, read_json, write_json
@@ -154,6 +154,11 @@ def shadow_losses(benchmark, count):
     return np.array(losses), np.array(members), len(benchmark.suite.data.sets["forget"])
 
 
+def auc(members, others):
+    """Area under the ROC curve: members have the lower values."""
+    return float(holdout_wins(members, others).mean())
+
+
 def attacked(losses, shadows, members, forget):
     """AUC of the loss, AUC of the attack, and share found at the accepted share of false positives."""
     reference = np.ma.masked_array(shadows, mask=members).mean(axis=0).filled(np.nan)
@@ -161,8 +166,8 @@ def attacked(losses, shadows, members, forget):
     scores = losses - reference
     threshold = np.sort(scores[forget:])[int(FALSE_POSITIVES * len(scores[forget:]))]
     return (
-        attack_auc(losses[:forget], losses[forget:]),
-        attack_auc(scores[:forget], scores[forget:]),
+        auc(losses[:forget], losses[forget:]),
+        auc(scores[:forget], scores[forget:]),
         float((scores[:forget] < threshold).mean()),
     )
 
@@ -174,7 +179,7 @@ def power(shadows, members):
         others = np.arange(len(shadows)) != number
         reference = np.ma.masked_array(shadows[others], mask=members[others]).mean(axis=0).filled(np.nan)
         scores = shadows[number] - reference
-        values.append(attack_auc(scores[members[number]], scores[~members[number]]))
+        values.append(auc(scores[members[number]], scores[~members[number]]))
     return statistics.fmean(values)
 
 

@@ -170,7 +170,7 @@ def run(options, more_methods=None):
     folder = output / "tofu"
     if not folder.exists():
         with output_folder(folder) as temporary:
-            assemble(data, temporary, limit, split, size, options.forget)
+            assemble(data, temporary, limit, split, options.forget)
     elif not (folder / f"{split}.json").exists():
         raise UsageError(f"{output} was begun with another --split than {split}; give another --output")
     elif (asked := len(read_rows(folder / "real_authors_perturbed.json"))) != limit:
@@ -226,8 +226,9 @@ def size_of(split, forget=None):
     return dataclasses.replace(size, kept=2 * forget, tuning=tuning, shown=shown, asked=forget - shown)
 
 
-def assemble(data, folder, limit, split, size, first=None):
+def assemble(data, folder, limit, split, first=None):
     """Write TOFU's files for one target: forget and retain set cut to what is learned, and a holdout set."""
+    size = size_of(split, first)
     most = len(read_rows(data / "real_authors_perturbed.json"))
     if not 1 <= limit <= most:
         raise UsageError(f"--limit is {limit}; accepted: 1 to {most}, the questions about real authors")
