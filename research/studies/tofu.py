@@ -5,11 +5,12 @@
     python -m research.studies.tofu --data TOFU --output runs/forget01 --split forget01 --limit 30 --jobs 2
 
 The target is the pretrained model tuned on forget05 and on the questions of retain_perturbed, the retrained model the
-same tuned on the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. The pair
-is trained from --base, or from the target's shrunk sibling. First the right answers are scored under 20 strengths of
-the linear rule and 8 of the rank rule, in shared passes. Then `divdec compare` measures every method of the grid;
-questions of other authors, which no model was trained on, are the holdout set. At last the methods that change weights
-are trained on a part of the forget set, and asked for the rest of it ("relearning").
+same tuned on the latter alone. `--split forget01` is a fifth of the work: 40 questions to forget, 80 to keep. With
+`--forget N` the split's first N questions are forgotten, and twice as many kept. The pair is trained from --base, or
+from the target's shrunk sibling. First the right answers are scored under 20 strengths of the linear rule and 8 of the
+rank rule, in shared passes. Then `divdec compare` measures every method of the grid; questions of other authors, which
+no model was trained on, are the holdout set. At last the methods that change weights are trained on a part of the
+forget set, and asked for the rest of it ("relearning").
 
 Every step is resumed by the same command: a model, a pair or a trial is a piece. The tables are in compare/table.md as
 soon as a group of methods is done, and in results.json and on standard output at the end.
