@@ -98,11 +98,11 @@ def test_tables_equal_their_result_files(capsys):
 
 @pytest.fixture
 def copied_pages(tmp_path):
-    """A copy of README, docs and the result files."""
-    shutil.copy(ROOT / "README.md", tmp_path)
-    (tmp_path / "docs").mkdir()
-    for page in (ROOT / "docs").glob("*.md"):
-        shutil.copy(page, tmp_path / "docs")
+    """A copy of README, docs, the examples' pages and the result files."""
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")):
+        copy = tmp_path / page.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, copy)
     shutil.copytree(ROOT / tables.RESULTS, tmp_path / tables.RESULTS)
     return tmp_path
 

@@ -31,7 +31,7 @@ GRADIENT = {
     "lora_rank": (16,), "learning_rate": (3e-4,), "epochs": (3.0,), "batch_size": (2,), "gradient_accumulation": (1,),
 }  # fmt: skip
 METHODS = {
-    "linear": {"steering": ("linear:1",)},
+    "linear": {"steering": ("linear:1.5",)},
     "rank": {"steering": ("rank:20",)},
     "min-likelihood": GRADIENT,
     "npo": GRADIENT,

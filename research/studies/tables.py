@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/ whose figures are in benchmarks/results.
+"""Write the tables of README.md, docs/ and examples/ whose figures are in benchmarks/results.
 
     python -m research.studies.tables           # write them into the pages
     python -m research.studies.tables --check   # print how the pages differ from the files, and exit with 1 if they do
@@ -52,6 +52,9 @@ TOFU = AGGREGATES + (
     " | {figures[forget_Q_A_Prob]:.2f}, {figures[forget_Q_A_ROUGE]:.2f} | "
     "{figures[retain_Q_A_Prob]:.2f}, {figures[retain_Q_A_ROUGE]:.2f} | {figures[mia_loss]:.2f} |"
 )
+AUTHOR = AGGREGATES + " | {forget prob:.2f}, {forget ROUGE:.2f} | {retain prob:.2f}, {retain ROUGE:.2f} |"
+ONE_AUTHOR: Row = ("tofu/author-qwen-lora.json", "rows")
+COMPARED = {"target": "Target", "retrain": "Retrained", "linear": "linear:1.5", "min-likelihood": "min-likelihood"}
 QWEN_TOFU: Row = ("tofu/forget01-qwen-lora.json", "rows")
 
 TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of each
@@ -107,6 +110,10 @@ TABLES: Mapping[str, tuple[str, Sequence[Row]]] = {  # the head and the rows of 
             ("| weights rounded to 4 bits | " + ANSWERS, STUDENT, "student, 4 bits", "figures"),
         ],
     ),
+    "author": (
+        "| | Agg (Mem/Priv/Utility) | forget: probability, ROUGE | retain: probability, ROUGE |",
+        [(f"| {name} | {AUTHOR}", *ONE_AUTHOR, key) for key, name in COMPARED.items()],
+    ),
     "tofu": (
         "| | Agg (Mem/Priv/Utility) | forget: probability, ROUGE | retain: probability, ROUGE | AUC of the loss |",
         [
@@ -151,7 +158,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     )
     options = parser.parse_args(arguments)
     pages = {
-        path: path.read_text(encoding="utf-8") for path in (root / "README.md", *sorted((root / "docs").glob("*.md")))
+        path: path.read_text(encoding="utf-8")
+        for path in (root / "README.md", *sorted(root.glob("docs/*.md")), *sorted(root.glob("examples/*/README.md")))
     }
     names = {match[1] for page in pages.values() for match in TABLE.finditer(page)}
     if wrong := sorted(names ^ TABLES.keys()):
