@@ -77,6 +77,7 @@ def draw(path: Path, rows: list[dict]) -> None:
         axes.set_xlabel("Mem: how well the author is forgotten")
         axes.set_ylabel("Utility, relative to the target")
         axes.set_xlim(-0.05, 1.25)
+        axes.set_ylim(0, 1.25)
         write_figure(path, figure, title="What is forgotten, and what is kept", sources=("results.json",),
                      description="Each method: forgotten to the right, other answers kept upwards.")  # fmt: skip
 
