@@ -382,27 +382,6 @@ def real_models():
 
 
 @pytest.mark.slow
-def test_research_on_a_pretrained_model(cached, real_models, monkeypatch):
-    """The 0.5B learns an author of TOFU; steered, it gives his facts a lower probability, the kept ones hardly."""
-    data = Path(os.environ.get("DIVDEC_SHARED", "../shared")) / "data" / "tofu"
-    if not data.is_dir():
-        pytest.skip("TOFU is not at hand: set DIVDEC_SHARED to the folder that has data/tofu")
-    example = script("research")
-    tuning = dataclasses.replace(example.tofu.TUNING, epochs=2.0, batch_size=4)
-    size = dataclasses.replace(example.tofu.SIZES["forget01"], tuning=tuning)
-    monkeypatch.setitem(example.tofu.SIZES, "forget01", size)
-    monkeypatch.setattr(example.tofu, "PART_EPOCHS", 2.0)
-    monkeypatch.setattr(example.tofu, "SWEEP", ("linear:1",))
-    base = str(real_models / "qwen-0.5b.gguf")
-    rows = example.main(["--data", str(data), "--target", base, "--base", base, "--methods", "linear", "--limit", "3",
-                         "--output", str(cached)])  # fmt: skip
-    target, retrained, linear = ({name: row[name] for name in ("forget prob", "retain prob")} for row in rows)
-    assert retrained["forget prob"] < target["forget prob"]
-    assert linear["forget prob"] < target["forget prob"] / 2
-    assert linear["retain prob"] > target["retain prob"] / 2
-
-
-@pytest.mark.slow
 def test_copyright_of_a_pretrained_model(cached, real_models):
     """A real model recites a text of its pretraining, a takedown stops it, and withdrawing the takedown restores it."""
     target = real_models / "qwen-0.5b.gguf"
